@@ -129,7 +129,7 @@ def sglang(
     if cache is not None and linker:
         chosen |= engine_arguments(cache, page_size=page_tokens, linker=True)
     elif cache is not None and blends:
-        from kv_blend.sglang import arguments as blending_on_sglang
+        from kv_blend.sglang import plugin as blending_on_sglang
 
         chosen |= blending_on_sglang.engine_arguments(cache, page_size=page_tokens)
     elif cache is not None:

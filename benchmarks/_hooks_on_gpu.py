@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kv_connect.halves.held import HeldBlocks
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
@@ -91,14 +91,14 @@ class Halves:
         plan = self.timed("build", lambda: self.held.hold(self.scheduler.build_step(scheduled)))
         self.cool()
         self.timed("start_loads", self.worker.start_loads, plan)
-        self.timed("start_stores", self.worker.start_stores, plan)
-        self.timed("wait_for_save", self.worker.finish_stores, wait=False)
+        self.timed("start_stores", self.worker.stores.start, plan)
+        self.timed("wait_for_save", self.worker.stores.finish, wait=False)
         self.device.finish()
         self.cool()
-        self.timed("commit", self.worker.finish_stores, wait=False)
+        self.timed("commit", self.worker.stores.finish, wait=False)
         report = self.timed("poll", self.worker.poll)
         assert not report.failed and len(report.finished) == loads
-        self.timed("acknowledge", self.held.acknowledge, {0: self.worker.stored_through})
+        self.timed("acknowledge", self.held.acknowledge, {0: self.worker.stores.through})
         self.timed("loads_ended", self.scheduler.loads_ended, report.finished, report.failed)
         self.timed("finished", self.scheduler.finished, asked.request_id)
         return dict(self.us)

@@ -118,7 +118,7 @@ class Asked:
 def patched(way: Way) -> Iterator[None]:
     """What no plan can ask for."""
     import torch
-    from kv_blend.rotary import Rotation
+    from kv_blend.rotations import Rotation
     from kv_blend.selection import Selection
     from kv_blend.vllm.filling import Filler
 

@@ -55,7 +55,7 @@ class Timed:
         worker, pool = inner.worker, inner.cache
         assert worker is not None and pool is not None
         self._ended_s = self._found_s = 0.0
-        start, commit = worker.start_stores, pool.commit
+        start, commit = worker.stores.start, pool.commit
 
         def start_stores(plan: Any) -> None:
             if plan.stores:
@@ -66,7 +66,7 @@ class Timed:
             commit(lease)
             self._found_s = time.perf_counter()
 
-        worker.start_stores, pool.commit = start_stores, committed  # type: ignore[method-assign]
+        worker.stores.start, pool.commit = start_stores, committed  # type: ignore[method-assign]
         if device is not None:
             device.go_on(copy_s=0.0)
 

@@ -9,10 +9,10 @@ import itertools
 import torch
 from kv_connect.engine import EngineFacts, engine_of, release
 from kv_connect.guard import always, guarded
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.identity.identity import ServedModel
+from kv_connect.halves.request import RequestTokens, Scheduled
+from kv_connect.identity import ServedModel
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_cuda import split_parts
 from kv_cuda.bind import BoundGroups, bind_groups
@@ -115,8 +115,8 @@ class Connector:
     @guarded(always(None))
     def store(self, request: RequestTokens, blocks: list[int]) -> None:
         """After a step that computed the whole prompt."""
-        self.worker.start_stores(self.scheduler.build_step([Scheduled(request, len(request.tokens), (blocks,))]))
-        self.worker.finish_stores()
+        self.worker.stores.start(self.scheduler.build_step([Scheduled(request, len(request.tokens), (blocks,))]))
+        self.worker.stores.finish()
         self.scheduler.finished(request.request_id)
 
     def close(self) -> None:

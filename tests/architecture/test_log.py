@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 UNLIMITED = {
     "kv_core/log.py",  # makes them
     "kv_observe/log.py",  # limits its lines itself, by tier and cache
-    "kv_vllm/log.py",  # gives loggers their handlers and says nothing
+    "kv_vllm/plugin.py",  # gives loggers their handlers
 }
 
 

@@ -485,7 +485,7 @@ class Oracle:
     def loaded(self) -> int:
         """Tokens that requests were given instead of computing them."""
         assert self.engine.worker is not None
-        return self.engine.worker.counts.tokens_loaded
+        return self.engine.worker.counts.loaded_tokens
 
     def expected_tokens(self, request_id: str, prompt_tokens: int, new_tokens: int) -> list[int]:
         self._token(request_id, prompt_tokens + new_tokens)

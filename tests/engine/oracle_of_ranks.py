@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kv_connect.engine import Engine as Attached
-from kv_connect.nodes.ranks import share_of
+from kv_connect.nodes import share_of
 from kv_server.remote_cache import RemoteCache
 from kv_vllm import bind, connector
 from kv_vllm.connector import KVTiersConnector
@@ -75,7 +75,7 @@ class OracleOfRanks(Oracle):
     @property
     def loaded(self) -> int:
         """By every rank."""
-        loaded = {rank.engine.worker.counts.tokens_loaded for rank in self.ranks if rank.engine.worker is not None}
+        loaded = {rank.engine.worker.counts.loaded_tokens for rank in self.ranks if rank.engine.worker is not None}
         assert len(loaded) == 1
         return loaded.pop()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kv_blend.plan import KEY
-from kv_blend.vllm.stats import BLEND_FIGURES
+from kv_blend.vllm.scheduler import BLEND_FIGURES
 from kv_testing.documents import MARK, TEMPLATE, text
 from kv_testing.wait import until
 from test_api_server import api_server

@@ -18,7 +18,7 @@ from kv_codecs.judge import calibrate as calibrating
 from kv_codecs.judge.calibrate import CONTEXT_TOKENS, calibrate
 from kv_codecs.judge.measure import Model
 from kv_codecs.kvtc import KvtcCodec
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_core.errors import ConfigError
 from kv_vllm.calibrated import check_calibration
 from numpy.typing import NDArray

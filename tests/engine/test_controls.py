@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, Engine, started
 from kv_connect.engine import engines
-from kv_connect.halves.controls import Controls
-from kv_connect.request_options import chosen
+from kv_connect.request_options import Controls, chosen
 from kv_core.log import LIMIT
 from kv_tiers.settings import Settings
 from oracle import Oracle
@@ -108,20 +107,20 @@ def test_tags_set_requests_apart(oracle: Oracle) -> None:
 
 WRONG: list[tuple[Any, str, Controls]] = [
     ({"kv_tiers": {"stor": False}}, "kv_tiers has no 'stor', which is ignored; did you mean 'store'?", Controls()),
-    ({"kv_tiers": {"store": "no", "load": False}}, "store is 'no', expected `bool`", Controls(loads=False)),
+    ({"kv_tiers": {"store": "no", "load": False}}, "store is 'no', expected `bool`", Controls(load=False)),
     ({"kv_tiers": {"min_load_tokens": -1}}, "min_load_tokens is -1, expected `int` >= 0", Controls()),
     ({"kv_tiers": {"max_store_tokens": True}}, "max_store_tokens is True, expected `int | null`", Controls()),
     ({"kv_tiers": {3: 4}}, "kv_tiers has no 3", Controls()),
     ({"kv_tiers": ["store"]}, "kv_tiers is ['store'] and is ignored", Controls()),
     ({"kv_tier": {"store": False}}, "'kv_tier' is ignored; did you mean 'kv_tiers'?", Controls()),
     ([1], "[1] is ignored", Controls()),
-    ({"kv_tiers": {"tags": {"a": 1}}}, "nothing of this request is loaded", Controls(loads=False, stores=False)),
-    ({"kv_tiers": {"tags": {"a b": "c"}}}, "nothing of this request", Controls(loads=False, stores=False)),
+    ({"kv_tiers": {"tags": {"a": 1}}}, "nothing of this request is loaded", Controls(load=False, store=False)),
+    ({"kv_tiers": {"tags": {"a b": "c"}}}, "nothing of this request", Controls(load=False, store=False)),
     ({"kv_tiers": {"tiers": ["disc"]}}, "no tier 'disc', which is ignored; did you mean 'disk'", Controls(tiers=())),
     ({"kv_tiers": {"tiers": ["disk", "nvme"]}}, "there are disk, host", Controls(tiers=("disk",))),
     ({"kv_tiers": {"tiers": "disk"}}, "only the pool is read and written", Controls(tiers=())),
     ({"kv_tiers": {"tiers": [1]}}, "only the pool is read and written", Controls(tiers=())),
-    ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid Unicode", Controls(loads=False, stores=False)),
+    ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid Unicode", Controls(load=False, store=False)),
 ]
 
 
@@ -130,7 +129,7 @@ def test_what_is_wrong_is_one_line_and_the_rest_holds(
     params: Any, said: str, controls: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="kv_connect.request_options"):
-        assert chosen(Settings(), params, "req-7", tiers=("host", "disk")).controls == controls
+        assert chosen(Settings(), params, "req-7", tiers=("host", "disk")) == controls
     (line,) = caplog.messages
     assert line.startswith("request req-7: kv_transfer_params: ") and said in line
 
@@ -143,7 +142,7 @@ def test_the_line_on_the_page_is_what_is_said(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"kv_tiers": {}}])
 def test_what_is_other_connectors_is_theirs(params: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert chosen(Settings(), params, "req-7").controls == Controls()
+        assert chosen(Settings(), params, "req-7") == Controls()
     assert caplog.messages == []
 
 

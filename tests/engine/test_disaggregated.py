@@ -65,7 +65,7 @@ class Pair:
 
     @property
     def loaded(self) -> int:
-        return int(self.decode.inside("kv_snapshot")["scheduler"]["tokens_loaded"])
+        return int(self.decode.inside("kv_snapshot")["scheduler"]["loaded_tokens"])
 
     def assert_at_rest(self) -> None:
         for engine in (self.prefill, self.decode):

@@ -94,10 +94,10 @@ def assert_nothing_is_left_of(pid: int, server: ServerProcess) -> None:
 
 
 def go_on(engine: Engine, prompt: list[int], stored_tokens: int) -> tuple[Answer, int]:
-    before = engine.inside("kv_snapshot")["scheduler"]["tokens_loaded"]
+    before = engine.inside("kv_snapshot")["scheduler"]["loaded_tokens"]
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": stored_tokens}
     (answer,) = engine.ask([prompt], extra_args={"kv_transfer_params": params})
-    return answer, engine.inside("kv_snapshot")["scheduler"]["tokens_loaded"] - before
+    return answer, engine.inside("kv_snapshot")["scheduler"]["loaded_tokens"] - before
 
 
 @pytest.mark.parametrize("chunks", AT_CHUNKS)

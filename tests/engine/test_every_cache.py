@@ -167,7 +167,7 @@ def test_of_two_ranks_with_the_same_latents_one_stores_for_both(
         assert engine.hits == WARM
         stored, loaded = (
             [seen["worker"][name] for seen in engine.inside_all("kv_snapshot")]
-            for name in ("chunks_stored", "tokens_loaded")
+            for name in ("chunks_stored", "loaded_tokens")
         )
         assert stored[0] > 0
         assert stored[1] == 0

@@ -47,7 +47,7 @@ def test_an_engine_of_several_processes_promotes_what_is_there(
         assert served.ask_in_turn(PROMPTS) == reference
         assert served.ask_in_turn(PROMPTS) == reference
         assert served.hits == WARM_HITS
-        assert served.inside("kv_snapshot")["worker"]["bytes_loaded_from_files"] == 0
+        assert served.inside("kv_snapshot")["worker"]["loaded_file_bytes"] == 0
 
 
 def test_after_a_restart_of_the_process_files_are_all_there_is(
@@ -58,8 +58,8 @@ def test_after_a_restart_of_the_process_files_are_all_there_is(
     with started(tiny_llama, cache=over(tmp_path / "kv")) as second:
         assert second.ask_in_turn(PROMPTS, settles=True) == reference
         assert second.hits == WARM_HITS
-        assert at_rest(second)["worker"]["bytes_loaded_from_files"] > 0
-        assert at_rest(second)["worker"]["bytes_loaded"] == 0
+        assert at_rest(second)["worker"]["loaded_file_bytes"] > 0
+        assert at_rest(second)["worker"]["loaded_bytes"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_hits_are_read_in_files_and_never_enter_the_pool(filled: Engine, referen
     assert filled.hits == WARM_HITS
     after = at_rest(filled)
     assert after["cache"]["chunks_resident"] == 0
-    read = after["worker"]["bytes_loaded_from_files"] - before["worker"]["bytes_loaded_from_files"]
+    read = after["worker"]["loaded_file_bytes"] - before["worker"]["loaded_file_bytes"]
     assert read == sum(-(-hit // 256) for hit in WARM_HITS) * filled_chunk_bytes()
-    assert after["worker"]["bytes_loaded"] == before["worker"]["bytes_loaded"]
+    assert after["worker"]["loaded_bytes"] == before["worker"]["loaded_bytes"]
     assert after["scheduler"]["tokens_by_tier"]["gds"] - before["scheduler"]["tokens_by_tier"].get("gds", 0) == sum(
         WARM_HITS
     )

@@ -145,5 +145,5 @@ def test_files_are_read_into_the_gpu_after_a_restart(tiny_llama: str, reference:
         with started(tiny_llama, cache=cache, own_process=True) as engine:
             assert engine.ask_in_turn(PROMPTS) == reference, json.dumps(engine.hits)
             assert engine.hits == hits
-            read_bytes = engine.assert_at_rest()["worker"]["bytes_loaded_from_files"]
+            read_bytes = engine.assert_at_rest()["worker"]["loaded_file_bytes"]
     assert read_bytes > 0

@@ -11,8 +11,7 @@ from kv_core.coverage import Coverage
 from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
-from kv_vllm.layouts import read_groups
-from kv_vllm.needs import keeps_prompts_only
+from kv_vllm.layouts import keeps_prompts_only, read_groups
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl

@@ -38,7 +38,7 @@ def decode(oracle: Oracle, prompt: list[int], params: dict[str, Any], new_tokens
 
 def given(oracle: Oracle) -> int:
     assert oracle.engine.scheduler is not None
-    return oracle.engine.scheduler.counts.tokens_loaded
+    return oracle.engine.scheduler.counts.loaded_tokens
 
 
 @pytest.mark.parametrize(

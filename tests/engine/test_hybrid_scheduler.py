@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_connect.halves.inputs import EngineState, RequestTokens
+from kv_connect.halves.request import EngineState, RequestTokens
 from kv_core.errors import CopyFailed
 from kv_core.hashing import ChainScheme
 from kv_core.shape import ConnectShape, GroupShape
-from kv_vllm.steps import StepReader
+from kv_vllm.translate import StepReader
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, HAS_NEWER_RUNNER, NGRAM, Oracle
 
@@ -225,7 +225,7 @@ def test_a_state_that_is_taken_while_tokens_are_guessed_may_be_anothers(
         offered = output.kv_connector_block_state.boundary_state_offloads
         return tuple(EngineState(*state) for state in offered.get(request.request_id, ()))
 
-    monkeypatch.setattr("kv_vllm.steps.settled_states", all_of_them)
+    monkeypatch.setattr("kv_vllm.translate.settled_states", all_of_them)
     oracle = built(("full", "state"), tiny_llama, linear_model, guesses=3, save_decode=True)
     prompts = [[3 + number, *SHARED[:99]] for number in range(12)]
     for number, prompt in enumerate(prompts):

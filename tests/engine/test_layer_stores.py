@@ -9,7 +9,7 @@ from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_connect.engine import engines
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.stores import Stores
-from kv_connect.nodes.ranks import share_of
+from kv_connect.nodes import share_of
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
 from kv_vllm.connector import KVTiersConnector
@@ -28,14 +28,14 @@ def test_chunks_whose_layers_are_copied_in_the_step_are_found_when_it_ends(tiny_
         oracle = Oracle(tiny_llama, asynchronous=asynchronous, store="layerwise", batch_tokens=256)
         worker = oracle.engine.worker
         assert worker is not None
-        start, behind_step = worker.start_stores, []
+        start, behind_step = worker.stores.start, []
 
         def start_stores(plan: Any) -> None:
             device.queue.run(len(device.queue.pending))
             start(plan)
             behind_step.append(len(device.queue.pending))
 
-        worker.start_stores = start_stores  # type: ignore[method-assign]
+        worker.stores.start = start_stores  # type: ignore[method-assign]
         oracle.submit("a", PREFIX[:200], 1)
         oracle.run()
         assert behind_step and not any(behind_step)

@@ -110,18 +110,18 @@ def test_a_request_that_comes_after_the_files_of_its_adapter_changed_is_not_take
     assert weights.adapters.wait(30)
     oracle.submit("first", PROMPT[:200], lora_request=adapter)
     oracle.run()
-    assert (cache.counts().chunks_resident, scheduler.counts.tokens_loaded) == (3, 0)
+    assert (cache.counts().chunks_resident, scheduler.counts.loaded_tokens) == (3, 0)
     assert weights.adapters.wait(30)
     clock.advance(3600.0)
     oracle.submit("later", PROMPT[:200], lora_request=adapter)
     oracle.run()
-    assert scheduler.counts.tokens_loaded == 192, "its files were looked at, and had not changed"
+    assert scheduler.counts.loaded_tokens == 192, "its files were looked at, and had not changed"
     assert weights.adapters.wait(30)
     clock.advance(3600.0)
     (tmp_path / "one" / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     oracle.submit("after", PROMPT[:300], lora_request=adapter)
     oracle.run()
-    assert (cache.counts().chunks_resident, scheduler.counts.tokens_loaded) == (3, 192)
+    assert (cache.counts().chunks_resident, scheduler.counts.loaded_tokens) == (3, 192)
     oracle.assert_at_rest()
     oracle.close()
 
@@ -196,7 +196,7 @@ def test_nothing_is_stored_of_a_request_whose_adapter_is_replaced_under_it(
     oracle.submit("late", PROMPT[:100], lora_request=old)
     oracle.run()
     found = oracle.engine.scheduler
-    assert found is not None and found.counts.tokens_hit == 0, "it was stored with other weights"
+    assert found is not None and found.counts.found_tokens == 0, "it was stored with other weights"
     oracle.assert_at_rest()
     oracle.close()
 

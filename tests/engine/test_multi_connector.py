@@ -78,7 +78,7 @@ def test_without_the_protocol_a_proxys_words_change_nothing(tiny_llama: str) -> 
         oracle.ask("decode", PROMPT, 4, params={"do_remote_prefill": True, "do_remote_decode": False})
         assert oracle.answers == {}
         assert oracle.engine.scheduler is not None
-        assert oracle.engine.scheduler.counts.tokens_loaded == 192  # whole chunks, as of any request
+        assert oracle.engine.scheduler.counts.loaded_tokens == 192  # whole chunks, as of any request
         oracle.assert_at_rest()
     finally:
         oracle.close()

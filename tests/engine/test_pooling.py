@@ -18,7 +18,7 @@ FOUND = 512 + 512 + 256
 
 
 def loaded(engine: Engine) -> int:
-    return int(engine.assert_at_rest()["worker"]["tokens_loaded"])
+    return int(engine.assert_at_rest()["worker"]["loaded_tokens"])
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_hits_are_whole_chunks_and_what_comes_back_is_within_the_bound(
         assert seen["tiers"]["disk"]["chunks"] >= seen["cache"]["chunks_resident"] > 0
         (described,) = witness.formats
         assert described.is_quantised
-        loaded = seen["worker"]["tokens_loaded"]
+        loaded = seen["worker"]["loaded_tokens"]
     assert loaded > sum(WARM_HITS) - len(WARM_HITS)
     assert witness.errors.numbers == loaded * len(described.parts) * described.layers * described.heads * 32
     assert 0 < witness.errors.worst <= worst * (1 + 1e-4)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, started
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.nodes.ranks import share_of
+from kv_connect.halves.request import RequestTokens
+from kv_connect.nodes import share_of
 from kv_connect.open_cache import Replica
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
@@ -18,9 +18,8 @@ from kv_cuda.states import StateGroup
 from kv_tiers.settings import Settings
 from kv_vllm import translate
 from kv_vllm.connector import KVTiersConnector
-from kv_vllm.heads import shards_of_ranks
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import replica_of
+from kv_vllm.parallel import replica_of, shards_of_ranks
 from torch import nn
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
@@ -299,7 +298,7 @@ def test_what_may_not_be_read_is_stored_all_the_same(asked: dict[str, Any]) -> N
     )
     engine: Any = SimpleNamespace(weights=None, cache=None)
     tokens = translate.request_reader(*configs, Settings(), engine)(request(sampling=asked))
-    assert isinstance(tokens, RequestTokens) and tokens.controls.stores and not tokens.controls.loads
+    assert isinstance(tokens, RequestTokens) and tokens.controls.store and not tokens.controls.load
 
 
 @pytest.mark.parametrize("pooling_type", [pytest.param("MEAN", marks=pytest.mark.slow), "CLS"])

@@ -45,7 +45,7 @@ def ask(oracle: Oracle, request_id: str, prompt: list[int], new_tokens: int = 4)
 
 def loaded(oracle: Oracle) -> int:
     assert oracle.engine.worker is not None
-    return oracle.engine.worker.counts.tokens_loaded
+    return oracle.engine.worker.counts.loaded_tokens
 
 
 def test_what_one_request_stored_another_loads(make: Make) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_connect.identity.file_digests import DigestMemory
-from kv_connect.identity.identity import ServedModel, described, identify
+from kv_connect.file_digests import DigestMemory
+from kv_connect.identity import ServedModel, described, identify
 from packaging.version import Version
 
 Served = Callable[..., ServedModel]

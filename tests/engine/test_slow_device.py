@@ -12,7 +12,7 @@ from kv_cuda.copy import behind
 from kv_cuda.copy.behind import LayerCopy, copying_thread
 from kv_server.process import launch
 from kv_testing.connect import QueuedCopy
-from kv_vllm.held import PoolBlocks
+from kv_vllm.connector import PoolBlocks
 from slow_device import slow_device
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "128MiB"}}

@@ -157,7 +157,7 @@ def test_no_wrong_token_and_nothing_left(
     assert len(soak.answers) + soak.aborted == soak.requested
     assert soak.aborted > 0
     assert soak.resets > 0
-    assert seen["worker"]["tokens_loaded"] > 10_000
+    assert seen["worker"]["loaded_tokens"] > 10_000
     equal = sum(answer == expected[number] for number, answer in soak.answers)
     print(f"{kind}: {equal} of {len(soak.answers)} answers equal, {soak.aborted} aborts, {soak.resets} resets, {seen}")
     assert equal >= EQUAL[kind] * len(soak.answers)
@@ -221,4 +221,4 @@ def test_beside_another_connector_on_a_server_apart_with_copies_that_fail(
     print(f"{len(wrong)} of {len(soak.answers)} answers wrong, {soak.aborted} aborts, {soak.resets} resets, {seen}")
     assert not wrong and len(soak.answers) + soak.aborted == requests
     assert len(Unreliable.now.failed_requests) > requests // 50 and seen["worker"]["stores_failed"] > 0
-    assert seen["worker"]["tokens_loaded"] > 5_000 and seen["worker"]["chunks_stored"] > 100
+    assert seen["worker"]["loaded_tokens"] > 5_000 and seen["worker"]["chunks_stored"] > 100

@@ -14,8 +14,7 @@ from kv_connect.engine import engines
 from kv_connect.figures import FIGURES, TIER_TOKENS
 from kv_core.errors import CopyFailed
 from kv_tiers.settings import load
-from kv_vllm.hit_sources import HitSources
-from kv_vllm.stats import Stats
+from kv_vllm.stats import HitSources, Stats
 from test_api_server import PROMPT, api_server, complete
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 

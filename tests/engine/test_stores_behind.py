@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_cuda.copy import behind
-from kv_vllm.held import PoolBlocks
+from kv_vllm.connector import PoolBlocks
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, Oracle
 from slow_device import SlowDevice, slow_device
@@ -153,7 +153,7 @@ def test_more_than_may_be_on_its_way_is_dropped_and_counted(tiny_llama: str, asy
         step(engine, 12)
         engine.come_to_rest()
         worker = engine.oracle.engine.worker
-        assert worker is not None and engine.stored == 3 and worker.counts.chunks_dropped > 0
+        assert worker is not None and engine.stored == 3 and worker.counts.dropped_chunks > 0
         engine.oracle.submit("b", [*SHARED[:330], 9])  # who computes what is missing leaves it
         engine.come_to_rest()
         assert engine.oracle.loaded == 192 and engine.stored > 3

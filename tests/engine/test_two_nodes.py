@@ -71,10 +71,10 @@ def assert_at_rest(engine: Engine) -> None:
 
 def assert_both_load_their_share(engine: Engine, expected: list[Answer]) -> None:
     """When all that the prompts have is held."""
-    before = workers(engine, "bytes_loaded")
+    before = workers(engine, "loaded_bytes")
     assert engine.ask_in_turn(PROMPTS, TOKENS) == expected
     assert engine.hits == WARM_HITS
-    one, other = (after - then for then, after in zip(before, workers(engine, "bytes_loaded"), strict=True))
+    one, other = (after - then for then, after in zip(before, workers(engine, "loaded_bytes"), strict=True))
     assert one == other == (2 + 2 + 4 + 3 + 2) * CHUNK_BYTES
 
 

@@ -88,9 +88,9 @@ def test_beams(engine: Engine) -> None:
         return [beam.tokens for beam in output.sequences]
 
     cold = search()
-    before = engine.inside("kv_snapshot")["worker"]["tokens_loaded"]
+    before = engine.inside("kv_snapshot")["worker"]["loaded_tokens"]
     assert search() == cold
-    assert engine.inside("kv_snapshot")["worker"]["tokens_loaded"] > before
+    assert engine.inside("kv_snapshot")["worker"]["loaded_tokens"] > before
 
 
 def test_logprobs_of_the_prompt_read_no_cache(engine: Engine) -> None:

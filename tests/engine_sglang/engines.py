@@ -225,7 +225,7 @@ def in_this_process(
     linker: through SGLang's external linker in place of HiCache. blends: with the storage of kv-blend.
     """
     import sglang
-    from kv_blend.sglang import arguments as blending
+    from kv_blend.sglang import plugin as blending
 
     chosen: dict[str, Any] = {
         "device": "cpu",

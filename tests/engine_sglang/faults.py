@@ -22,7 +22,7 @@ def overwrite_loaded_weights(new: str, loaded: str) -> None:
 
 def name_weights_by_the_files_of_now() -> None:
     """Our rule left out that the files must be as they were before the engine loaded them."""
-    from kv_connect.identity.identity import origins_of
+    from kv_connect.identity import origins_of
     from kv_sglang import attach
     from kv_sglang.served import sources
 
@@ -40,16 +40,16 @@ def give_all_media_the_same_numbers() -> None:
 
 def name_media_by_their_numbers() -> None:
     """Our rule left out that pages with media stay out of the cache."""
-    from kv_sglang import attach, media, storage
+    from kv_sglang import attach, names, storage
 
-    media.media_places = lambda _tokens: []
+    names.media_places = lambda _tokens: []
     storage.check_hashes = attach.check_hashes = lambda: None
 
 
 def keep_what_is_placed(directory: str) -> None:
     """The pages that are given to blended prompts, and the first token of each, by the source's distance."""
     import torch
-    from kv_blend.sglang.pages import SegmentPages
+    from kv_blend.sglang.storage import SegmentPages
 
     place, write = SegmentPages._place, SegmentPages._write
     now: list[Any] = []
@@ -68,18 +68,18 @@ def keep_what_is_placed(directory: str) -> None:
 def give_both_one_name() -> None:
     """Our rule left out that a plan needs a salt of its own."""
     from kv_blend.plan import KEY, BlendPlan
-    from kv_blend.sglang import pages, phases
+    from kv_blend.sglang import phases, storage
 
     def without_salt(params: Any, salt: Any, tokens: Any) -> Any:
         del salt, tokens
         return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
 
-    pages.read_plan = phases.read_plan = without_salt
+    storage.read_plan = phases.read_plan = without_salt
 
 
 def lose_segments(every: int) -> None:
     """Each so many-th run of pages that is to be placed is not: it has left the cache since it was promised."""
-    from kv_blend.sglang.pages import SegmentPages
+    from kv_blend.sglang.storage import SegmentPages
 
     place, calls = SegmentPages._place, iter(range(1, 1 << 30))
 
@@ -91,7 +91,7 @@ def lose_segments(every: int) -> None:
 
 def fail_to_place() -> None:
     """A bug of ours in the middle of a load."""
-    from kv_blend.sglang.pages import SegmentPages
+    from kv_blend.sglang.storage import SegmentPages
 
     def fails(*_arguments: Any) -> Any:
         raise RuntimeError("a bug of ours")

@@ -1,6 +1,6 @@
 """What SGLang compares of a hand-over with `--disaggregation-enable-kv-checksum`."""
 
-from kv_sglang.transfer.manager import KVManager
+from kv_sglang.transfer import KVManager
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 

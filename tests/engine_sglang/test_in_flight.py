@@ -5,11 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_sglang import transfer
 from kv_sglang.linker import KVLinker
 from kv_sglang.names import Names
-from kv_sglang.transfer import manager
-from kv_sglang.transfer.manager import KVManager, KVReceiver
-from kv_sglang.transfer.messages import PagesStored
+from kv_sglang.transfer import KVManager, KVReceiver, PagesStored
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
 FORWARD = "the stream of forward passes"
@@ -49,8 +48,8 @@ def test_a_load_of_the_linker_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the moment at which the request is given its blocks."""
-    monkeypatch.setattr(manager, "get_device_module", lambda: DEVICE)
-    monkeypatch.setattr(manager.CommonKVReceiver, "send_metadata", lambda *_given, **_named: None)
+    monkeypatch.setattr(transfer, "get_device_module", lambda: DEVICE)
+    monkeypatch.setattr(transfer.CommonKVReceiver, "send_metadata", lambda *_given, **_named: None)
     ours, incoming = KVManager.__new__(KVManager), []
     ours.kv_args, ours._batch_pages, ours._forward_stream = SimpleNamespace(page_size=4), 8, FORWARD
     ours._watch = SimpleNamespace(filled=lambda: None)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kv_connect.identity.identity import ServedModel, Weights, key_space
+from kv_connect.identity import ServedModel, Weights, key_space
 from kv_core.cost import Costs
 from kv_core.errors import ConfigError
 from kv_core.service import Ended, LookupPlan

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from kv_sglang.linker.chains import Chains
-from kv_sglang.linker.linker import KVLinker
-from kv_sglang.linker.matches import follow_matches
-from kv_sglang.prefill import PrefillSpeed
+from kv_sglang.lanes import Chains
+from kv_sglang.linker import KVLinker
+from kv_sglang.scheduler_calls import PrefillSpeed, follow_matches
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import ConfigError, InputError
+from kv_sglang import plugin
 from kv_sglang.attach import check_hashes
-from kv_sglang.media import is_marked, unmarked
-from kv_sglang.names import Names, names_of, page_hashes
-from kv_sglang.transfer import plugin
-from kv_sglang.transfer.manager import refuse_what_is_not_served
+from kv_sglang.names import Names, is_marked, names_of, page_hashes, unmarked
+from kv_sglang.transfer import refuse_what_is_not_served
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.mem_cache.utils import get_hash_str

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 from kv_core.errors import ConfigError
+from kv_sglang import linker
 from kv_sglang.attach import Rank
-from kv_sglang.linker import linker
 from kv_sglang.storage import rank_of
-from kv_sglang.transfer.manager import refuse_what_is_not_served
+from kv_sglang.transfer import refuse_what_is_not_served
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kv_connect.identity.file_digests import DigestMemory
-from kv_connect.identity.identity import ServedModel, described, identify
+from kv_connect.file_digests import DigestMemory
+from kv_connect.identity import ServedModel, described, identify
 
 Served = Callable[..., ServedModel]
 

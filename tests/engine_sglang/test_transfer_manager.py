@@ -7,12 +7,19 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from kv_sglang import transfer
+from kv_sglang.exchange import IncomingRoom
 from kv_sglang.names import Names
-from kv_sglang.transfer import manager, messages
-from kv_sglang.transfer.manager import KVManager
-from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
-from kv_sglang.transfer.rooms import IncomingRoom
+from kv_sglang.transfer import (
+    STATUS,
+    DecodeAborted,
+    DecodePeer,
+    DecodeReady,
+    KVManager,
+    PagesStored,
+)
 from kv_testing.fake_device import FakeDevice, FakeStream
 from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -45,7 +52,7 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     """The manager of a rank that computes prompts, as far as it stores pages, and what it tells the decode engine."""
     ours, told = KVManager.__new__(KVManager), list[Sequence[bytes]]()
     ours._rooms, ours._outgoing, ours._incoming, ours._batch_pages = threading.Lock(), {}, {}, 8
-    ours._attached = SimpleNamespace(stores={manager.KV: SimpleNamespace(revision="ours")})
+    ours._attached = SimpleNamespace(stores={transfer.KV: SimpleNamespace(revision="ours")})
     ours.request_status, ours.transfer_infos, ours.req_to_decode_prefix_len = {}, {}, {}
     ours._deferred_ack_targets, ours._deferred_ack_poisoned_rooms, ours._staging_outstanding = {}, set(), {}
     ours.failure_lock, ours.failure_records = threading.Lock(), {}
@@ -53,7 +60,7 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     ours.pp_size = ours.attn_cp_size = 1
     ours.kv_args = SimpleNamespace(page_size=4, aux_data_ptrs=[], aux_item_lens=[])
     ours._forward_stream = FakeDevice(1).engine
-    monkeypatch.setattr(manager, "get_device_module", lambda: SimpleNamespace(Event=RecordedEvent))
+    monkeypatch.setattr(transfer, "get_device_module", lambda: SimpleNamespace(Event=RecordedEvent))
     monkeypatch.setattr(ours, "_send_multipart_locked", lambda _where, parts, **_named: told.append(parts))
     return ours, told
 
@@ -244,7 +251,7 @@ def test_what_is_said_late_of_an_earlier_request_changes_nothing_of_one_that_has
     """Its failure, or its pages with their own first token, would have been the later request's."""
     ours, incoming = decoding(attempt=SECOND)
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(SimpleNamespace()))
-    status = [messages.STATUS, b"%d" % ROOM, b"%d" % KVPoll.Failed, b"0", b"its prefill engine had no room"]
+    status = [STATUS, b"%d" % ROOM, b"%d" % KVPoll.Failed, b"0", b"its prefill engine had no room"]
     ours._on_prefill_message([*status, FIRST])
     ours._on_prefill_message(stored([b"7"], FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
@@ -301,11 +308,12 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
     job = sent(ours)
     ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(SECOND)).frames())
     job(SimpleNamespace(put=lambda *_arguments: ""))
-    assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
+    attempts = [msgspec.msgpack.decode(message[1], type=PagesStored).attempt for message in told]
+    assert attempts == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
     told.clear()
     ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(b"attempt3")).frames())
     ((tag, _room, status, _rank, reason, attempt),) = told
-    assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
+    assert (tag, int(status), attempt) == (STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
 
 
 @pytest.mark.parametrize(
@@ -329,8 +337,8 @@ def test_pages_that_nobody_will_read_are_let_go(
     let_go: list[tuple[Sequence[str], str]] = []
     exchange = SimpleNamespace(release_pages=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
-    monkeypatch.setattr(manager.CommonKVReceiver, ends, lambda _receiver: None)
-    receiver = manager.KVReceiver.__new__(manager.KVReceiver)
+    monkeypatch.setattr(transfer.CommonKVReceiver, ends, lambda _receiver: None)
+    receiver = transfer.KVReceiver.__new__(transfer.KVReceiver)
     receiver.kv_mgr, receiver.bootstrap_room = ours, ROOM
     if ends == "clear":
         ours.request_status[ROOM] = KVPoll.Success

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blend.rotary import UNROTATED, Pairing, Rotation
+from kv_blend.rotations import UNROTATED, Pairing, Rotation
 
 HEADS, DIM = 3, 16
 

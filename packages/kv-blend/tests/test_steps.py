@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kv_blend import BlendPlan
-from kv_blend.sglang.steps import alone, given_pages, phase_ends
+from kv_blend.plan import alone, given_pages, phase_ends
 
 PAGE = 16
 

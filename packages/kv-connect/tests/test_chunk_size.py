@@ -1,8 +1,7 @@
 """A chunk's length fits the engine's blocks by itself where nobody has chosen one; what was chosen must fit."""
 
 import pytest
-from kv_connect.chunk_size import fitted
-from kv_connect.engine import EngineFacts
+from kv_connect.engine import EngineFacts, fitted
 from kv_core.coverage import ALL, STATE, Coverage
 from kv_core.errors import ConfigError
 from kv_core.shape import GroupShape

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
-from kv_connect.halves.controls import Controls
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
+from kv_connect.request_options import Controls
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.sequence import KeySequence
@@ -40,8 +40,8 @@ class Halves:
         slots = {blocks[0] * BLOCK + at: ("kv", *tokens[: at + 1]) for at in range(len(tokens))}
         self.copier.slots.update(slots)
         plan = self.scheduler.build_step([Scheduled(request, len(tokens), (blocks,))])
-        self.worker.start_stores(StepPlan.from_plain(plan.to_plain()))
-        self.worker.finish_stores()
+        self.worker.stores.start(StepPlan.from_plain(plan.to_plain()))
+        self.worker.stores.finish()
         self.scheduler.finished(request.request_id)
         assert self.scheduler.tracked_phases() == {} and self.service.promised == {}
         return 0
@@ -58,7 +58,7 @@ def halves() -> Halves:
 
 
 def test_a_request_that_may_not_store_leaves_nothing(halves: Halves) -> None:
-    halves.run(Controls(stores=False))
+    halves.run(Controls(store=False))
     assert halves.service.held == {}
     halves.run(Controls())
     assert len(halves.service.held) == 4
@@ -67,7 +67,7 @@ def test_a_request_that_may_not_store_leaves_nothing(halves: Halves) -> None:
 def test_a_request_that_may_not_load_is_not_looked_up(halves: Halves) -> None:
     halves.run(Controls())
     before = halves.scheduler.counts.lookups
-    assert halves.run(Controls(loads=False)) == 0
+    assert halves.run(Controls(load=False)) == 0
     assert halves.scheduler.counts.lookups == before
     assert halves.run(Controls()) == 16
 
@@ -91,7 +91,7 @@ def test_what_can_be_too_little_only_is_not_looked_up(halves: Halves) -> None:
 
 def test_slower_tiers_are_left_alone_where_the_request_says_so(halves: Halves) -> None:
     halves.service.pending = 1
-    assert halves.run(Controls(promotes=False)) == 0  # None would be: ask again, more is on its way
+    assert halves.run(Controls(promote=False)) == 0  # None would be: ask again, more is on its way
     waits = RequestTokens("waits", [*PROMPT, 5, 6, 7, 8], keep_tokens=21)
     assert halves.scheduler.match(waits, 0) is None
 
@@ -144,7 +144,7 @@ def test_lookups_and_their_tokens_are_counted_once_a_request(halves: Halves) -> 
     for _ in range(3):
         assert halves.scheduler.match(request, 0) == 16
     counts = halves.scheduler.counts
-    assert (counts.lookups, counts.tokens_asked, counts.tokens_hit) == (2, 32, 16)
+    assert (counts.lookups, counts.asked_tokens, counts.found_tokens) == (2, 32, 16)
     assert halves.scheduler.sources("asks often") == {"dict": 16}
     assert halves.scheduler.match(request, 10) == 6
     assert halves.scheduler.sources("asks often") == {"dict": 6}  # beyond what the engine has itself

@@ -143,9 +143,9 @@ class World:
         step = StoreStep(name, (name.encode() * 32,), tenant_tag(None), ((number,),))
         plan = StepPlan(stores=(step,), space_id=SPACE.fingerprint, number=number, trial=trial)
         for layer in range(LAYERS):
-            self.guarded(lambda layer=layer: self.worker.layer_computed(plan, 0, layer))  # type: ignore[misc]
-        self.guarded(lambda: self.worker.start_stores(plan))
-        self.guarded(lambda: self.worker.finish_stores(wait=False))
+            self.guarded(lambda layer=layer: self.worker.stores.layer_computed(plan, 0, layer))  # type: ignore[misc]
+        self.guarded(lambda: self.worker.stores.start(plan))
+        self.guarded(lambda: self.worker.stores.finish(wait=False))
 
     def load(self, name: str, number: int, *, layerwise: bool) -> None:
         digest = name.encode() * 32
@@ -166,7 +166,7 @@ class World:
         for flight in self.device.flights:
             flight.faults.clear()
             flight.is_under_way = False
-        self.guarded(lambda: self.worker.finish_stores(wait=True))
+        self.guarded(lambda: self.worker.stores.finish(wait=True))
         self.guarded(self.worker.poll)
         self.worker.close()
         assert not self.service.open_leases and not self.worker.filling
@@ -180,8 +180,8 @@ def test_no_slot_is_given_back_under_a_store(call: str, family: Raised, by_layer
     world.store("a", 1)
     world.store("b", 2)
     for _ in range(2):
-        world.guarded(lambda: world.worker.finish_stores(wait=False))
-        world.guarded(lambda: world.worker.finish_stores(wait=True))
+        world.guarded(lambda: world.worker.stores.finish(wait=False))
+        world.guarded(lambda: world.worker.stores.finish(wait=True))
     world.at_rest()
 
 
@@ -195,7 +195,7 @@ def test_no_chunk_and_no_block_is_given_back_under_a_load(call: str, family: Rai
     reported = set()
     for _ in range(3):
         if not world.off:
-            reported |= world.worker.poll().finished | world.worker.take_layerwise().ended
+            reported |= world.worker.poll().finished | world.worker.take_layerwise().finished
         under_way = [flight for flight in world.device.flights if flight.is_under_way]
         for name, number in (("a", 1), ("b", 2)):
             lease_extent = HostExtent("dict", 100 + number, 1)
@@ -210,7 +210,7 @@ def test_a_copy_that_never_answers_keeps_its_slots_when_the_worker_ends() -> Non
     for flight in world.device.flights:
         flight.fail = lambda call: (_ for _ in ()).throw(RuntimeError(call))  # type: ignore[method-assign, misc]
     assert not world.worker.close() and len(world.service.open_leases) == 2 and not world.service.ended
-    assert world.worker.stored_through == 2  # whatever a failed store reads is discarded: its blocks are free
+    assert world.worker.stores.through == 2  # whatever a failed store reads is discarded: its blocks are free
 
 
 def test_a_request_whose_load_does_not_answer_is_not_reported_when_the_worker_ends() -> None:
@@ -237,11 +237,11 @@ def test_copies_fail_together_and_stop_one_by_one() -> None:
 def test_what_is_on_trial_is_committed_when_it_was_passed_and_not_before(passed: bool) -> None:
     world = World({})
     world.store("a", 1, trial=7)
-    world.worker.finish_stores(wait=True)
-    assert not world.service.held and world.worker.stored_through == 1  # its blocks are free all the same
-    world.worker.judge(6, passed=passed)
+    world.worker.stores.finish(wait=True)
+    assert not world.service.held and world.worker.stores.through == 1  # its blocks are free all the same
+    world.worker.stores.judge(6, passed=passed)
     assert not world.service.held
-    world.worker.judge(7, passed=passed)
+    world.worker.stores.judge(7, passed=passed)
     assert bool(world.service.held) == passed and not world.service.open_leases
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.halves.direct_reads import DirectReads
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_core.cost import Costs
 from kv_core.coverage import Coverage
@@ -424,8 +424,8 @@ def test_a_load_is_read_in_files_and_its_lease_ends(halves: Halves, box: Box) ->
     assert box.files._leases
     assert halves.end()
     assert box.reader.blocks == {number * 2: content(key, NBYTES) for number, key in enumerate(halves.keys(TOKENS))}
-    assert halves.worker.counts.bytes_loaded_from_files == 4 * NBYTES
-    assert (halves.worker.counts.bytes_loaded, halves.worker.counts.tokens_loaded) == (0, 16)
+    assert halves.worker.counts.loaded_file_bytes == 4 * NBYTES
+    assert (halves.worker.counts.loaded_bytes, halves.worker.counts.loaded_tokens) == (0, 16)
     assert halves.scheduler.counts.tokens_by_tier == {"gds": 16}
     assert box.direct._lane.counts().loaded == 4
 
@@ -436,16 +436,16 @@ def test_a_load_of_pool_and_files_takes_each_part_where_it_is(halves: Halves, bo
     assert halves.begin(TOKENS) == 16
     assert box.reader.asked == [(CHUNK, 4 * CHUNK)]
     assert halves.end()
-    assert halves.worker.counts.bytes_loaded == NBYTES
-    assert halves.worker.counts.bytes_loaded_from_files == 3 * NBYTES
-    assert halves.worker.counts.tokens_loaded == 16
+    assert halves.worker.counts.loaded_bytes == NBYTES
+    assert halves.worker.counts.loaded_file_bytes == 3 * NBYTES
+    assert halves.worker.counts.loaded_tokens == 16
 
 
 def test_what_the_engine_has_itself_is_not_read(halves: Halves, box: Box) -> None:
     assert halves.begin(TOKENS, computed_tokens=6) == 10
     assert box.reader.asked == [(6, 16)], "from the middle of a chunk on"
     assert halves.end()
-    assert halves.worker.counts.bytes_loaded_from_files == 3 * NBYTES
+    assert halves.worker.counts.loaded_file_bytes == 3 * NBYTES
 
 
 def test_what_is_damaged_is_forgotten_and_the_request_computed(halves: Halves, box: Box) -> None:

@@ -4,9 +4,8 @@ from typing import Literal
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_connect.halves.admission import StateAdmission, StateKind
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import RequestTokens, Scheduled
+from kv_connect.halves.scheduler import SchedulerHalf, StateAdmission, StateKind
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL, Coverage
 from kv_core.hashing import ChainScheme
@@ -60,7 +59,7 @@ def test_nothing_is_found_of_a_step_of_which_one_group_could_not_be_stored() -> 
     machine.copiers[1].fail_copies = 1
     run(machine, "a", list(range(100, 117)))
     assert not machine.service.held and not machine.service.open_leases
-    assert (machine.worker.counts.stores_failed, machine.worker.counts.bytes_stored) == (1, 0)
+    assert (machine.worker.counts.stores_failed, machine.worker.counts.stored_bytes) == (1, 0)
 
 
 @given(st.sampled_from(["window", "local"]), st.integers(1, 12), st.integers(1, 8), st.integers(0, 32))
@@ -127,8 +126,8 @@ def test_gemma_3_270m_loads_what_it_needs_of_8192_tokens() -> None:
         copier.slots.update(dict.fromkeys(range(16, 513 * 16), "kv"))
     scheduler.match(RequestTokens("a", tokens, 8193), 0)
     scheduler.allocated("a", 0, ())
-    worker.start_stores(scheduler.build_step([Scheduled(RequestTokens("a", tokens, 8193), 8193, (blocks,) * 6)]))
-    worker.finish_stores()
+    worker.stores.start(scheduler.build_step([Scheduled(RequestTokens("a", tokens, 8193), 8193, (blocks,) * 6)]))
+    worker.stores.finish()
     assert scheduler.match(RequestTokens("b", tokens, 8193), 0) == 8192
     seen = [NO_BLOCK] * (480) + list(range(1, 33))
     scheduler.allocated("b", 8192, (blocks, *[seen] * 5))

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.request import HOLDING, NEXT, Phase, RequestEvent, advance
+from kv_connect.halves.request import HOLDING, NEXT, Phase, RequestEvent, RequestTokens, Scheduled, advance
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
@@ -71,9 +70,9 @@ junk = st.recursive(
 def only_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(type(key) is str and only_plain(entry) for key, entry in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return all(map(only_plain, value))
-    return type(value) in (str, int, bytes)
+    return value is None or type(value) in (str, int, bytes)
 
 
 @given(plans)
@@ -119,8 +118,8 @@ def store_all(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, 
     assert scheduler.match(wanted, 0) == 0
     scheduler.allocated(wanted.request_id, 0, ())
     copier.slots.update((blocks[0] * BLOCK + i, ("kv", *wanted.tokens[: i + 1])) for i in range(len(wanted.tokens)))
-    worker.start_stores(scheduler.build_step([Scheduled(wanted, len(wanted.tokens), (blocks,))]))
-    worker.finish_stores()
+    worker.stores.start(scheduler.build_step([Scheduled(wanted, len(wanted.tokens), (blocks,))]))
+    worker.stores.finish()
     scheduler.finished(wanted.request_id)
 
 
@@ -419,8 +418,8 @@ class ToyEngine(RuleBasedStateMachine):
         self.service.refuse_stores = fault == "room"
         plan = StepPlan.from_plain(self.scheduler.build_step(scheduled).to_plain())
         self.worker.start_loads(plan)
-        self.worker.start_stores(plan)
-        self.worker.finish_stores()
+        self.worker.stores.start(plan)
+        self.worker.stores.finish()
         report = self.worker.poll()
         assert report.failed <= report.finished
         self.scheduler.loads_ended(report.finished, report.failed)

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from kv_connect.halves.controls import Controls
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.handover import MIN_TAIL_TOKENS, HandOvers
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import RequestTokens, Scheduled
+from kv_connect.halves.scheduler import MIN_TAIL_TOKENS, HandOvers, SchedulerHalf
 from kv_connect.halves.step import StepPlan, StepReport
 from kv_connect.halves.worker import WorkerHalf
+from kv_connect.request_options import Controls
 from kv_core.clock import HandClock
 from kv_core.coverage import Coverage
 from kv_core.hashing import ChainScheme
@@ -54,8 +53,8 @@ class Engine:
                 blocks = -(-computed // BLOCK)
                 scheduled = [Scheduled(request, computed, tuple(table[:blocks] for table in self.tables))]
             plans.append(self.scheduler.build_step(scheduled))
-            self.worker.start_stores(plans[-1])
-            self.worker.finish_stores()
+            self.worker.stores.start(plans[-1])
+            self.worker.stores.finish()
         given = self.scheduler.given_tokens("p")
         self.scheduler.finished("p")
         return plans, given
@@ -124,7 +123,7 @@ def test_a_request_that_is_not_handed_over_stores_whole_chunks_and_holds_none(se
         (84, shape_of(cuts_chunks=False), {}, 64),
         (84, shape_of(GroupShape(BLOCK), GroupShape(BLOCK, Coverage("window", 16), 1)), {}, 64),
         (84, shape_of(), {"max_store_tokens": 70}, 64),
-        (84, shape_of(), {"stores": False}, 0),
+        (84, shape_of(), {"store": False}, 0),
         (84, shape_of(stores=False), {}, 0),
     ],
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_connect.identity.file_digests import DigestMemory
-from kv_connect.identity.identity import (
+from kv_connect.file_digests import DigestMemory
+from kv_connect.identity import (
     LiveKeySpace,
     LiveWeights,
     ServedModel,

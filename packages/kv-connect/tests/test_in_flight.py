@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_core.shape import GroupShape
 from kv_tiers.settings import load
@@ -36,5 +36,5 @@ def test_what_nobody_chose_is_a_steps_kv_and_two_gibibytes_of_earlier_ones(chose
     engine.bind_worker(settings, FACTS, CHUNKS, stored, copiers, share=ALONE, in_process=True)
     assert engine.off == ""
     half = engine.start_worker(step_tokens=15 * 256 + 1)
-    assert half._stores._max_in_flight_bytes == limit
+    assert half.stores._max_in_flight_bytes == limit
     engine.release("WORKER")

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.layerwise import NONE_ENDED, LayerwiseReport
-from kv_connect.halves.layerwise_promises import LayerwiseRule, RanksReports
-from kv_connect.halves.request import Phase
+from kv_connect.halves.layerwise import LayerwiseRule, RanksReports
+from kv_connect.halves.request import Phase, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
-from kv_connect.halves.step import StepPlan
+from kv_connect.halves.step import NO_REPORT, StepPlan, StepReport
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.cost import Costs
 from kv_core.errors import InputError
@@ -47,8 +45,8 @@ class Halves:
         stores = RequestTokens("stores", TOKENS, 8)
         self.scheduler.match(stores, 0)
         self.scheduler.allocated("stores", 0, ())
-        self.worker.start_stores(self.scheduler.build_step([Scheduled(stores, 8, BLOCKS)]))
-        self.worker.finish_stores()
+        self.worker.stores.start(self.scheduler.build_step([Scheduled(stores, 8, BLOCKS)]))
+        self.worker.stores.finish()
         self.scheduler.finished("stores")
         self.copier.slots.clear()
 
@@ -61,7 +59,7 @@ class Halves:
 
     def hear(self) -> None:
         report = self.worker.take_layerwise()
-        self.scheduler.loads_ended(report.ended, report.failed)
+        self.scheduler.loads_ended(report.finished, report.failed)
 
     def is_at_rest(self) -> bool:
         return not (self.service.promised or self.queue.pending)
@@ -148,13 +146,22 @@ def test_what_is_computed_meanwhile_is_no_part_of_a_loads_price() -> None:
     assert costs.load_s(0, 8) == 0.0
 
 
-@pytest.mark.parametrize("extent", [["p", -1, 4], ["p", 0], [1, 0, 4], "p", ["p", 0, 4.0]])
+@pytest.mark.parametrize(
+    "extent",
+    [
+        {"pool": "p", "offset": -1, "nbytes": 4},
+        {"pool": "p", "offset": 0},
+        {"pool": 1, "offset": 0, "nbytes": 4},
+        {"pool": "p", "offset": 0, "nbytes": 4.0},
+        "p",
+    ],
+)
 def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
     halves = Halves()
     halves.asks()
     halves.scheduler.allocated("a", 8, BLOCKS)
     plain = halves.scheduler.build_step([]).to_plain()
-    plain["loads"][0][-1] = [extent]
+    plain["loads"][0]["extents"] = [extent]
     with pytest.raises(InputError):
         StepPlan.from_plain(plain)
 
@@ -162,11 +169,11 @@ def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
 def test_a_load_has_ended_when_it_has_on_every_rank() -> None:
     reports = RanksReports()
     a, b = frozenset("a"), frozenset("b")
-    assert reports.receive({0: LayerwiseReport(a)}, ranks=2) == NONE_ENDED
-    assert reports.receive({0: LayerwiseReport(b)}, ranks=2) == NONE_ENDED
-    assert reports.receive({1: LayerwiseReport(b, b)}, ranks=2) == LayerwiseReport(b, b)
-    assert reports.receive({1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
-    assert reports.receive({0: LayerwiseReport(a), 1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+    assert reports.receive({0: StepReport(a)}, ranks=2) == NO_REPORT
+    assert reports.receive({0: StepReport(b)}, ranks=2) == NO_REPORT
+    assert reports.receive({1: StepReport(b, b)}, ranks=2) == StepReport(b, b)
+    assert reports.receive({1: StepReport(a)}, ranks=2) == StepReport(a)
+    assert reports.receive({0: StepReport(a), 1: StepReport(a)}, ranks=2) == StepReport(a)
 
 
 def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:
@@ -182,8 +189,8 @@ def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:
     scheduler.allocated("stores", 0, ())
     plan = scheduler.build_step([Scheduled(stores, 8, BLOCKS)])
     for rank, copier in zip(ranks, copiers, strict=True):
-        rank.start_stores(plan)
-        rank.finish_stores()
+        rank.stores.start(plan)
+        rank.stores.finish()
         copier.slots.clear()
     assert scheduler.match(RequestTokens("a", [*TOKENS, 99], 9), 0) == 8 and scheduler.is_layerwise("a")
     scheduler.allocated("a", 8, BLOCKS)
@@ -207,9 +214,9 @@ def test_a_scheduler_that_closes_leaves_leased_what_is_copied_elsewhere() -> Non
     assert set(halves.service.promised) == {"e/planned"}
     halves.worker.close()
     report = halves.worker.layers.give_up()
-    assert report == NONE_ENDED  # nobody told it what is expected
+    assert report == NO_REPORT  # nobody told it what is expected
     halves.worker.layers.expected.add("planned")
     report = halves.worker.layers.give_up()
-    assert report.ended == report.failed == {"planned"} and halves.worker.layers.give_up() == NONE_ENDED
-    halves.scheduler.loads_ended(report.ended, report.failed)
+    assert report.finished == report.failed == {"planned"} and halves.worker.layers.give_up() == NO_REPORT
+    halves.scheduler.loads_ended(report.finished, report.failed)
     assert halves.is_at_rest()

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kv_connect.identity.identity import ServedModel
+from kv_connect.identity import ServedModel
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
 from kv_server.process import launch
 from kv_server.remote_cache import RemoteCache

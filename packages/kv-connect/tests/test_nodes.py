@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kv_connect.nodes.node_agent import NodeAgent
-from kv_connect.nodes.nodes import PATIENCE_S, RENEW_S, NodesCache
-from kv_connect.nodes.ranks import RankShare, share_of
+from kv_connect.nodes import PATIENCE_S, RENEW_S, NodeAgent, NodesCache, RankShare, share_of
 from kv_core.clock import HandClock
 from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit

@@ -4,17 +4,16 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_connect.halves.controls import Controls
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.halves.quiet import QuietSteps, tokens_to_store
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import RequestTokens
+from kv_connect.halves.scheduler import QuietSteps, SchedulerHalf, tokens_to_store
+from kv_connect.request_options import Controls
 from kv_testing.connect import DictService
 from kv_testing.toy_engine import CHUNK, shape_of
 
 SHAPE = shape_of(5)
 CONTROLS = st.builds(
     Controls,
-    stores=st.booleans(),
+    store=st.booleans(),
     min_store_tokens=st.sampled_from([0, 0, 9]),
     max_store_tokens=st.sampled_from([None, None, 6]),
 )

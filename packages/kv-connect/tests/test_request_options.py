@@ -43,7 +43,7 @@ def test_what_is_wrong_is_compared_and_logged_only_as_far_as_a_person_reads(
     compared: list[tuple[int, int]], params: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="kv_connect.request_options"):
-        assert not chosen(Settings(), params, "r", tiers=("host", "disk")).controls.stores
+        assert not chosen(Settings(), params, "r", tiers=("host", "disk")).store
     (line,) = caplog.messages
     assert said in line and len(line) < 3000
     assert len(compared) <= 16 and max(compared)[0] <= 100
@@ -51,13 +51,13 @@ def test_what_is_wrong_is_compared_and_logged_only_as_far_as_a_person_reads(
 
 def test_the_names_of_other_connectors_are_passed_over(compared: list[tuple[int, int]]) -> None:
     others = {f"kv_tier{number}": 1 for number in range(MANY)}
-    assert chosen(Settings(), others, "r").controls.stores
+    assert chosen(Settings(), others, "r").store
     assert [names for _, names in compared] == [16]
 
 
 def test_the_name_that_a_tag_may_have_is_said_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     LIMIT.reset()
     with caplog.at_level(logging.WARNING, logger="kv_connect.request_options"):
-        assert not chosen(Settings(), {"kv_tiers": {"tags": {"Who am I": "x"}}}, "r").controls.stores
+        assert not chosen(Settings(), {"kv_tiers": {"tags": {"Who am I": "x"}}}, "r").store
     (line,) = caplog.messages
     assert "a name of up to 64 letters, digits, dots, dashes and underscores" in line and "regex" not in line

@@ -1,7 +1,7 @@
 """Layers that have at each place the KV of the token behind it too: the last place of a hit is computed once more."""
 
 import pytest
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL, Coverage
@@ -38,8 +38,8 @@ def test_a_hit_ends_a_token_before_its_chunks_do(groups: tuple[Coverage, ...], a
     scheduler.allocated("computed", 0, ())
     for copier in copiers:
         copier.slots.update((slot, ("kv", slot)) for slot in range(20))
-    worker.start_stores(scheduler.build_step([Scheduled(computed, 8, (range(1, 5),))]))
-    worker.finish_stores()
+    worker.stores.start(scheduler.build_step([Scheduled(computed, 8, (range(1, 5),))]))
+    worker.stores.finish()
     scheduler.finished("computed")
     assert scheduler.match(request("goes on", [*range(8), 99, 99]), 0) == after_8
     assert scheduler.match(request("ends", list(range(8))), 0) == at_8

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
-from kv_connect.halves.held import HeldBlocks
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StateBlock, StepPlan, StoreStep
+from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey
@@ -153,11 +153,11 @@ class ToyDevice(ToyHybrid):
         for layer in range(self.attention[0].layers):
             for group, copier in enumerate(self.attention):
                 if layer >= silent and ((layer + group) % repeats == 1 or self.early):
-                    self.worker.layer_computed(plan, group, layer)
+                    self.worker.stores.layer_computed(plan, group, layer)
                     self.queue.run(self.pace)
                 copier.computed = layer + 1
                 if layer >= silent and not self.early:
-                    self.worker.layer_computed(plan, group, layer)
+                    self.worker.stores.layer_computed(plan, group, layer)
                 self.queue.run(self.pace)
 
     def asked(self, copy: QueuedCopy) -> None:
@@ -185,9 +185,9 @@ class ToyDevice(ToyHybrid):
             self.forward(plan)
         for copier in self.attention:
             copier.computed = copier.layers
-        self.worker.start_stores(plan)
-        self.worker.finish_stores(wait=not plan.number)
-        self.held.acknowledge({0: self.worker.stored_through})
+        self.worker.stores.start(plan)
+        self.worker.stores.finish(wait=not plan.number)
+        self.held.acknowledge({0: self.worker.stores.through})
 
     @rule(copies=st.integers(1, 6), failure=st.sampled_from(["", "", "", "", "the bus is on fire"]))
     def device_goes_on(self, copies: int, failure: str) -> None:
@@ -282,7 +282,7 @@ def test_a_layer_that_is_stored_before_it_is_computed_is_seen() -> None:
     run(machine, "a", list(range(9)))
     machine.queue.run(99)
     with pytest.raises(AssertionError, match="committed before a layer was computed"):
-        machine.worker.finish_stores(wait=False)
+        machine.worker.stores.finish(wait=False)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def test_layers_are_stored_as_they_are_computed(said: list[int], early: int, beh
     halves.queue.submitted = copies.append
     plan = halves.plan("a", 2)
     for layer in said:
-        halves.worker.layer_computed(plan, 0, layer)
+        halves.worker.stores.layer_computed(plan, 0, layer)
     assert len(copies) == halves.worker.counts.layers_stored_early == early
     halves.queue.run(99)
-    halves.worker.start_stores(plan)
+    halves.worker.stores.start(plan)
     assert len(copies) == early + behind
-    halves.worker.finish_stores(wait=False)
+    halves.worker.stores.finish(wait=False)
     assert len(halves.service.held) == (0 if behind else 2)  # found in the very step, if nothing is left
     halves.queue.run(99)
     halves.go_on()
@@ -314,19 +314,19 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind(has_begun: bool) -> Non
     halves = Halves(layers=True)
     plan = halves.plan("a", 2)
     if has_begun:
-        halves.worker.layer_computed(plan, 0, 0)
-    halves.worker.abandon_stores(plan)
-    halves.worker.finish_stores(wait=False)
+        halves.worker.stores.layer_computed(plan, 0, 0)
+    halves.worker.stores.abandon(plan)
+    halves.worker.stores.finish(wait=False)
     halves.queue.run(9)
     halves.go_on()
     assert not halves.service.held and not halves.service.open_leases
-    assert halves.worker.stored_through == plan.number
+    assert halves.worker.stores.through == plan.number
 
 
 def test_a_step_that_ended_without_a_word_leaves_nothing_behind() -> None:
     halves = Halves(layers=True)
-    halves.worker.layer_computed(halves.plan("a", 2), 0, 0)
-    halves.worker.finish_stores(wait=False)  # of what was begun before
+    halves.worker.stores.layer_computed(halves.plan("a", 2), 0, 0)
+    halves.worker.stores.finish(wait=False)  # of what was begun before
     halves.store("b", 1, first=50)
     halves.queue.run(9)
     halves.go_on()
@@ -337,10 +337,10 @@ def test_a_step_that_ended_without_a_word_leaves_nothing_behind() -> None:
 def test_a_layer_that_fails_costs_its_store_alone() -> None:
     halves = Halves(layers=True)
     plan = halves.plan("a", 2)
-    halves.worker.layer_computed(plan, 0, 0)
+    halves.worker.stores.layer_computed(plan, 0, 0)
     halves.queue.run(1, failure="the bus is on fire")
-    halves.worker.layer_computed(plan, 0, 1)
-    halves.worker.start_stores(plan)
+    halves.worker.stores.layer_computed(plan, 0, 1)
+    halves.worker.stores.start(plan)
     halves.go_on()
     assert halves.service.open_leases, "given back while layers are still copied"
     halves.queue.run(9)
@@ -380,12 +380,12 @@ class Halves:
 
     def store(self, name: str, chunks: int, first: int = 0) -> None:
         plan = self.plan(name, chunks, first)
-        self.worker.start_stores(plan)
-        self.worker.finish_stores(wait=not plan.number)
+        self.worker.stores.start(plan)
+        self.worker.stores.finish(wait=not plan.number)
 
     def go_on(self) -> None:
-        self.worker.finish_stores(wait=False)
-        self.held.acknowledge({0: self.worker.stored_through})
+        self.worker.stores.finish(wait=False)
+        self.held.acknowledge({0: self.worker.stores.through})
 
     @property
     def free(self) -> int:
@@ -413,10 +413,10 @@ def test_plans_are_acknowledged_in_their_order_though_copies_arrive_in_another()
     halves.queue.run(1)
     halves.go_on()
     assert len(halves.service.held) == 1
-    assert halves.worker.stored_through == 0 and halves.free == BLOCKS - 4
+    assert halves.worker.stores.through == 0 and halves.free == BLOCKS - 4
     halves.queue.run(1)
     halves.go_on()
-    assert halves.worker.stored_through == 2 and halves.free == BLOCKS
+    assert halves.worker.stores.through == 2 and halves.free == BLOCKS
 
 
 def test_blocks_that_two_plans_read_are_held_until_the_second_has_read_them() -> None:
@@ -449,7 +449,7 @@ def test_what_is_beyond_what_may_be_on_its_way_is_dropped_and_counted_and_never_
     halves.store("a", 3)
     halves.store("b", 4, first=50)  # two of these fit
     halves.store("c", 1, first=90)
-    assert (halves.worker.counts.chunks_dropped, halves.queue.waits) == (3, 0)
+    assert (halves.worker.counts.dropped_chunks, halves.queue.waits) == (3, 0)
     halves.queue.run(9)
     halves.go_on()
     assert (len(halves.service.held), halves.free) == (5, BLOCKS)
@@ -466,7 +466,7 @@ def test_a_chunk_larger_than_what_may_be_on_its_way_goes_alone() -> None:
     halves = Halves(room=0)
     halves.store("a", 2)
     halves.store("b", 1, first=50)
-    assert halves.worker.counts.chunks_dropped == 2
+    assert halves.worker.counts.dropped_chunks == 2
     halves.queue.run(9)
     halves.go_on()
     assert len(halves.service.held) == 1
@@ -495,7 +495,7 @@ def test_a_worker_that_closes_waits_for_what_is_under_way() -> None:
     halves = Halves()
     halves.store("a", 2)
     halves.worker.close()
-    halves.held.acknowledge({0: halves.worker.stored_through})
+    halves.held.acknowledge({0: halves.worker.stores.through})
     assert halves.queue.waits == 1 and halves.free == BLOCKS  # a shutdown is no step
 
 
@@ -504,6 +504,6 @@ def test_without_a_number_the_copies_are_waited_for() -> None:
     halves = Halves(room=0)
     tokens = RequestTokens("a", list(range(8)), 8)
     halves.scheduler.match(tokens, 0)
-    halves.worker.start_stores(halves.scheduler.build_step([Scheduled(tokens, 8, ([1, 2, 3, 4],))]))
-    halves.worker.finish_stores()
+    halves.worker.stores.start(halves.scheduler.build_step([Scheduled(tokens, 8, ([1, 2, 3, 4],))]))
+    halves.worker.stores.finish()
     assert halves.queue.waits == 1 and len(halves.service.held) == 2  # and nothing of it is too much

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.request import Phase
+from kv_connect.halves.request import Phase, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import NO_SPACE, StepPlan
 from kv_connect.halves.worker import WorkerHalf
@@ -34,8 +33,8 @@ def run(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, name: 
     scheduler.allocated(name, 0, BLOCKS)
     copier.slots.update((20 + i, ("kv", *TOKENS[: i + 1])) for i in range(computed))
     plan = StepPlan.from_plain(scheduler.build_step([Scheduled(request(name), computed, BLOCKS)]).to_plain())
-    worker.start_stores(plan)
-    worker.finish_stores()
+    worker.stores.start(plan)
+    worker.stores.finish()
     return plan
 
 

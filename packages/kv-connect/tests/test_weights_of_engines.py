@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from kv_connect.identity import adapters as adapters_module
-from kv_connect.identity import file_digests, identity, private_json
-from kv_connect.identity.adapters import Adapters, Unsure
-from kv_connect.identity.file_digests import (
+from kv_connect import adapters as adapters_module
+from kv_connect import file_digests, identity
+from kv_connect.adapters import Adapters, Unsure
+from kv_connect.file_digests import (
     DigestMemory,
     FilesChangedError,
     FileState,
@@ -23,7 +23,7 @@ from kv_connect.identity.file_digests import (
     content_files,
     default_memory,
 )
-from kv_connect.identity.identity import (
+from kv_connect.identity import (
     Beside,
     LiveKeySpace,
     LiveWeights,
@@ -197,7 +197,7 @@ def test_a_damaged_memory_is_as_if_empty(
         "cut": text[: len(text) // 2],
         "junk": "{" * 50,
         "digest": text.replace(known, "0" * 64),
-        "not-entries": json.dumps({"content": [[1, 2], 3], "checksum": private_json._checksum([[1, 2], 3])}),
+        "not-entries": json.dumps({"content": [[1, 2], 3], "checksum": file_digests._checksum([[1, 2], 3])}),
         "huge": text + " " * (5 << 20),
         "deep": "[" * 100_000,
     }

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_connect.halves.controls import Controls
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.request import RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.request_options import Controls
 from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
 from kv_core.cost import Choice, Costs, Skipped, Wait, choose, choose_wait
@@ -213,7 +213,7 @@ def test_the_half_offers_nothing_that_is_slower_to_load_and_says_what_became_of_
         half.finished(request.request_id)
     assert offers == [39] * 4 + [0] * 4
     assert service.promised == {} and half.tracked_phases() == {}
-    assert half.counts.tokens_declined == 4 * 39
+    assert half.counts.declined_tokens == 4 * 39
     assert {sample.what for sample in service.samples} == {"compute"}  # the loads were not known before
     engine.clock.advance(20.0)  # time for another look
     always = RequestTokens("r8", tokens, len(tokens), controls=Controls(use="always"))

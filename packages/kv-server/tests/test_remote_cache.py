@@ -215,8 +215,8 @@ def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedSer
         return real(self, request)
 
     with mock.patch.object(ServerConnection, "ask", ask):
-        worker.start_stores(StepPlan(stores=(step,), space_id=SPACE.fingerprint))
-        worker.finish_stores()
+        worker.stores.start(StepPlan(stores=(step,), space_id=SPACE.fingerprint))
+        worker.stores.finish()
     assert messages == ["BeginStore", "Commit"]
     assert worker.counts.chunks_stored == 2 * len(shape.groups)
     keys = SPACE.keys(digests, groups=len(shape.groups))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import RankShare, share_of
+from kv_connect.nodes import RankShare, share_of
 from kv_connect.open_cache import Format
 from kv_core.shape import GroupShape
 from kv_tiers.settings import Settings

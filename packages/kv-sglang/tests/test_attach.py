@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from kv_codecs.calibration import Calibration, Learning
-from kv_connect.identity.identity import ServedModel
+from kv_connect.identity import ServedModel
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_server.process import launch

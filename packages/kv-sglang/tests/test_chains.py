@@ -1,6 +1,6 @@
 """Which page comes before which: as told, across questions, and never more than fits."""
 
-from kv_sglang.linker.chains import Chains
+from kv_sglang.lanes import Chains
 
 
 def test_a_prompts_pages_come_back_in_order_over_several_questions() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError
-from kv_sglang.cli import main
-from kv_sglang.page_settings import read_settings
+from kv_sglang.cli import main, read_settings
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:

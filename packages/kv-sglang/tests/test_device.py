@@ -8,8 +8,7 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.transfer import Copy, HostExtent, TransferPlan
-from kv_sglang.linker.device import describe_device
-from kv_sglang.pools import describe
+from kv_sglang.pools import describe, describe_device
 
 MakePool = Callable[..., Any]
 PAGE, PAGES = 4, 6

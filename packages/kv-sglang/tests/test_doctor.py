@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.tools.doctor import CHECKS
-from kv_sglang import TESTED
-from kv_sglang.doctor import judged
+from kv_sglang import TESTED, judged
 
 
 @pytest.mark.parametrize(
@@ -27,6 +26,6 @@ def test_only_the_tested_version_is_passed_over_in_silence(version: str | None, 
 
 
 def test_kv_doctor_asks_every_engines_package() -> None:
-    for package in ("kv-vllm", "kv-sglang"):
+    for package, module in (("kv-vllm", "kv_vllm.interface"), ("kv-sglang", "kv_sglang")):
         project = tomllib.loads((Path(__file__).parents[2] / package / "pyproject.toml").read_text())["project"]
-        assert project["entry-points"][CHECKS] == {package: f"{package.replace('-', '_')}.doctor:check"}
+        assert project["entry-points"][CHECKS] == {package: f"{module}:check"}

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.clock import HandClock
 from kv_core.transfer import TransferPlan
 from kv_eviction import LruPolicy
+from kv_sglang.exchange import Exchange, IncomingRoom, Lanes, OutgoingRoom
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
-from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_testing.faults import FaultyTier
 from kv_testing.wait import joined, until
 from kv_tiers import HostConfig, HostPool, LocalCache, build_local_cache, chunk_header

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from kv_core.errors import CopyFailed
 from kv_cuda.copy.streams import DoneEvent
-from kv_sglang.linker.gate import LayerGate
+from kv_sglang.lanes import LayerGate
 
 SOON_S = 10.0
 

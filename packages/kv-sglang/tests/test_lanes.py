@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.clock import HandClock
 from kv_core.errors import InputError, MisuseError
 from kv_cuda import PagedLayout, PartLayout, make_copier
-from kv_sglang.linker import lanes
-from kv_sglang.linker.lanes import LoadLane, StoreLane
+from kv_sglang import lanes
+from kv_sglang.lanes import LoadLane, StoreLane
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache

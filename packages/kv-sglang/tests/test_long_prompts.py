@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.service import WriteLease
 from kv_sglang import pages
 from kv_sglang.pages import PageStore

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
@@ -17,11 +17,10 @@ from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import DoneEvent
 from kv_server.process import launch
 from kv_server.remote_cache import RemoteCache
-from kv_sglang.media import marked
+from kv_sglang.names import marked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
-from kv_sglang.prefill import PrefillSpeed
-from kv_sglang.requests import RequestPages
+from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages
 from kv_testing.layouts import reach
 from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from kv_core.clock import HandClock
-from kv_sglang.prefill import PrefillSpeed
+from kv_sglang.scheduler_calls import PrefillSpeed
 
 TOKEN_S, PAIR_S = 1e-4, 1e-8
 

@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from kv_connect.halves.controls import NO_CONTROLS, Controls
+from kv_connect.request_options import NO_CONTROLS, Controls
 from kv_core.log import LIMIT
-from kv_sglang import requests
-from kv_sglang.requests import RequestPages
+from kv_sglang import scheduler_calls
+from kv_sglang.scheduler_calls import RequestPages
 
 PAGE = 4
 PROMPT = list(range(17))  # four pages and a token
@@ -39,7 +39,7 @@ class Pages:
         return compute
 
     def stored(self, tokens: Sequence[int] = PROMPT) -> list[bool]:
-        return [controls.stores for controls in self.pages.of(hashes(tokens))]
+        return [controls.store for controls in self.pages.of(hashes(tokens))]
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def test_where_no_request_says_anything_nothing_is_hashed(pages: Pages) -> None:
 @pytest.mark.parametrize(
     ("said", "controls"),
     [
-        ({"store": False}, Controls(stores=False)),
-        ({"load": False}, Controls(loads=False)),
-        ({"promote": False}, Controls(promotes=False)),
-        ({"use": "always"}, Controls(use="always")),
-        ({"tiers": ["disk"]}, Controls(tiers=("disk",))),
+        ({"store": False}, Controls(save_decode=True, store=False)),
+        ({"load": False}, Controls(save_decode=True, load=False)),
+        ({"promote": False}, Controls(save_decode=True, promote=False)),
+        ({"use": "always"}, Controls(save_decode=True, use="always")),
+        ({"tiers": ["disk"]}, Controls(save_decode=True, tiers=("disk",))),
     ],
 )
 def test_all_pages_of_a_prompt_have_what_its_request_says(
@@ -91,8 +91,8 @@ def test_generated_pages_go_by_the_page_in_front_of_them(pages: Pages, said: dic
     pages.note(**said)
     longer = [*PROMPT, *range(100, 115)]  # eight pages
     generated = hashes(longer)[4:]
-    assert [each.stores for each in pages.pages.of(generated[:2], before=hashes(PROMPT))] == [False] * 2
-    assert [each.stores for each in pages.pages.of(generated[2:], before=hashes(longer)[:6])] == [False] * 2
+    assert [each.store for each in pages.pages.of(generated[:2], before=hashes(PROMPT))] == [False] * 2
+    assert [each.store for each in pages.pages.of(generated[2:], before=hashes(longer)[:6])] == [False] * 2
     assert pages.stored() == [said != {"store": False}] * 4
 
 
@@ -108,7 +108,7 @@ def test_the_latest_request_with_a_page_decides(pages: Pages) -> None:
     pages.note(PROMPT[:16], store=False)
     pages.note(PROMPT[:16])
     generated = hashes([*PROMPT[:16], 7, 7, 7, 7])[4:]
-    assert [each.stores for each in pages.pages.of(generated, before=hashes(PROMPT))] == [False]
+    assert [each.store for each in pages.pages.of(generated, before=hashes(PROMPT))] == [False]
 
 
 def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
@@ -120,11 +120,11 @@ def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
     assert line.startswith("request req-7: custom_params: tags is not supported by this engine; nothing of this")
     assert "min_load_tokens is not supported by this engine; it is ignored" in line
     assert "there is no tier 'dsk'" in line
-    assert pages.pages.of(hashes(PROMPT)) == [Controls(loads=False, stores=False, tiers=())] * 4
+    assert pages.pages.of(hashes(PROMPT)) == [Controls(save_decode=True, load=False, store=False, tiers=())] * 4
 
 
 def test_the_pages_noted_longest_ago_are_forgotten_first(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_PAGES", 6)
+    monkeypatch.setattr(scheduler_calls, "MAX_PAGES", 6)
     others = range(50, 66)
     pages.note(store=False)
     pages.note(others, store=False)

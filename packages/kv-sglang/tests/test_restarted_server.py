@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.service import WriteLease
 from kv_server.process import ServerProcess, launch
 from kv_server.remote_cache import RemoteCache
-from kv_sglang.linker.lanes import LoadLane
+from kv_sglang import exchange as exchange_module
+from kv_sglang.exchange import Exchange
+from kv_sglang.lanes import LoadLane
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
-from kv_sglang.transfer import exchange as exchange_module
-from kv_sglang.transfer.exchange import Exchange
 from kv_testing.wait import until
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))

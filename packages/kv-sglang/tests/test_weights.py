@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_connect.identity.identity import LiveWeights, ServedModel
+from kv_connect.identity import LiveWeights, ServedModel
 from kv_sglang import weights
 from kv_sglang.weights import WeightsWatch, _watched
 

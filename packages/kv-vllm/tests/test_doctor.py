@@ -1,8 +1,7 @@
 """What `kv doctor` says of vLLM."""
 
 import pytest
-from kv_vllm.doctor import judged
-from kv_vllm.interface import TESTED
+from kv_vllm.interface import TESTED, judged
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_connect.halves.inputs import EngineState, RequestTokens, Scheduled
-from kv_connect.halves.request import HOLDING
+from kv_connect.halves.request import HOLDING, EngineState, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
@@ -149,8 +148,8 @@ class ToyHybrid(RuleBasedStateMachine):
     def carry_out(self, plan: StepPlan) -> None:
         plan = StepPlan.from_plain(plan.to_plain())
         self.worker.start_loads(plan)
-        self.worker.start_stores(plan)
-        self.worker.finish_stores()
+        self.worker.stores.start(plan)
+        self.worker.stores.finish()
 
     def compute(self, name: str, live: Live, end: int) -> Scheduled:
         """A forward pass over tokens `live.computed … end`."""

@@ -6,17 +6,48 @@ whatever depends on positions otherwise.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 
-from kv_blend.rotary import UNROTATED, Pairing, Rotation
-
+Pairing = Literal["none", "halves", "neighbours"]
 PROBE_TOKENS: Final = 16
 DISTANCE: Final = 1000
 """Between the two positions, unless the model has fewer."""
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Of the relative error of moved keys: far below what a wrong rotation gives, which is about 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How one layer rotates its keys.
+
+    pairing: which dimensions form a plane: d and d + n/2 of the rotated n (`halves`, GPT-NeoX), or 2d and 2d + 1
+        (`neighbours`, GPT-J). `none`: keys do not depend on positions.
+    frequencies: float32 of n/2, radians per position.
+    """
+
+    pairing: Pairing
+    frequencies: torch.Tensor
+
+    def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
+        """keys: [tokens, heads, head_dim], rotated dimensions first. distance: by how many positions all of them move.
+        The result has the keys' dtype."""
+        if self.pairing == "none" or not distance:
+            return keys
+        angles = distance * self.frequencies.to(torch.float64)  # in float32 a long distance would lose digits
+        cosine, sine = angles.cos().float(), angles.sin().float()
+        rotated = 2 * self.frequencies.numel()
+        planes = keys[..., :rotated].float()
+        first, second = planes.chunk(2, -1) if self.pairing == "halves" else (planes[..., ::2], planes[..., 1::2])
+        turned = (first * cosine - second * sine, first * sine + second * cosine)
+        joined = torch.cat(turned, -1) if self.pairing == "halves" else torch.stack(turned, -1).flatten(-2)
+        return torch.cat((joined.to(keys.dtype), keys[..., rotated:]), -1)
+
+
+UNROTATED = Rotation("none", torch.empty(0))
+
 
 Keys = Mapping[str, torch.Tensor]
 """Of each layer: [tokens, heads, head_dim]."""

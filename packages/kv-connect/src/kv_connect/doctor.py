@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_core.tools.doctor import DoctorOptions, Finding
 from kv_server import wire
@@ -46,6 +47,6 @@ def _engine(what: str, engine: str, facts: Mapping[str, str]) -> Finding:
         return Finding("ok", what, description)
     try:
         return Finding("ok", what, f"{description}: {EngineFacts.from_text(facts).described}")
-    except (KeyError, ValueError) as error:
+    except (KeyError, msgspec.MsgspecError) as error:
         advice = "install the engine's release here to see how its chunks are made up"
         return Finding("note", what, f"{description}, described in another way: {error!r}", advice)

@@ -9,7 +9,9 @@ registers at its node's server, and the scheduler gets what it needs from its ow
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import lcm
+from typing import Final
 
 import msgspec
 from kv_core.coverage import Coverage
@@ -17,7 +19,7 @@ from kv_core.device import FileReader
 from kv_core.errors import ConfigError
 from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
-from kv_core.shape import ConnectShape, GroupShape
+from kv_core.shape import ConnectShape, GroupShape, check_blocks
 from kv_core.transfer import HostExtent
 from kv_server.process import SupervisedServer
 from kv_server.remote_cache import MappedPool, RemoteCache
@@ -26,40 +28,67 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.machine import spelled
-from kv_tiers.settings import Settings
+from kv_tiers.settings import Setting, Settings
 
+from kv_connect.adapters import Adapters
 from kv_connect.guard import OffSwitch
 from kv_connect.halves.direct_reads import DirectReads, direct_tier
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.handover import HandOvers
-from kv_connect.halves.layerwise_promises import LayerwiseRule
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.layerwise import LayerwiseRule
+from kv_connect.halves.scheduler import HandOvers, SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
-from kv_connect.identity.weights import EngineWeights
+from kv_connect.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
-from kv_connect.nodes.node_agent import Served
-from kv_connect.nodes.nodes import NodesCache
-from kv_connect.nodes.ranks import ALONE, RankShare
+from kv_connect.nodes import ALONE, NodesCache, RankShare, Served
 from kv_connect.open_cache import Format, Replica, open_in_process, open_remote, workers_of
 from kv_connect.pools import EngineCopier, RankPools, RanksReady
 
 _log = limited_logger(__name__)
 
-_SEPARATOR = "; "
-"""Separates the names of layouts, which contain spaces and commas."""
 _IN_FLIGHT_BYTES = 2 << 30
 """What earlier steps may still be storing when a step stores all that it computes."""
+_LONG_BLOCK_TOKENS: Final = 64
+
+
+class EngineWeights:
+    """The weights of an engine, and of its adapters, in the process of its scheduler half.
+
+    Code that notices an update of the engine's weights in place calls `identity.changed`.
+    """
+
+    def __init__(self, space: LiveKeySpace) -> None:
+        self.space = space
+        self.identity = space.weights
+        self.adapters = Adapters()
+        self._changes = 0
+
+    def follow(self, scheduler: SchedulerHalf) -> bool:
+        """Inform the scheduler half of weights that have become known or changed. Called before every use of it; costs
+        two comparisons.
+
+        Returns whether any did.
+        """
+        changes, now = self.identity.changes, self.space.now
+        if changes != self._changes:
+            self._changes = changes
+            scheduler.weights_changed(now)
+            return True
+        if now is not scheduler.space and now is not None:
+            scheduler.name_weights(now)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Stop reading files."""
+        self.identity.close()
+        self.adapters.close()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """The facts about an engine's chunks that all its processes need; workers register them at the engine's server.
 
-    chunk_tokens: tokens in a chunk.
     groups: groups of layers, in the order of the keys.
-    shards: number of different shards of every chunk.
-    kv_dtype: dtype of the KV, as in the key space.
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
     layouts: the name of the proven layout of each group.
@@ -80,33 +109,15 @@ class EngineFacts:
     has_drafts: bool = False
 
     def to_text(self) -> dict[str, str]:
-        return {
-            "chunk_tokens": str(self.chunk_tokens),
-            "groups": _SEPARATOR.join(f"{group.coverage} {group.block_tokens} {group.table}" for group in self.groups),
-            "shards": str(self.shards),
-            "kv_dtype": self.kv_dtype,
-            "kv_scales": self.kv_scales,
-            "formats": _SEPARATOR.join(self.formats),
-            "layouts": _SEPARATOR.join(self.layouts),
-            "stores_behind": str(int(self.stores_behind)),
-            "shifted": str(int(self.shifted)),
-            "has_drafts": str(int(self.has_drafts)),
-        }
+        return {name: msgspec.json.encode(value).decode() for name, value in msgspec.to_builtins(self).items()}
 
     @classmethod
     def from_text(cls, text: Mapping[str, str]) -> "EngineFacts":
-        return cls(
-            chunk_tokens=int(text["chunk_tokens"]),
-            groups=tuple(_group_of(spelled) for spelled in text["groups"].split(_SEPARATOR)),
-            shards=int(text["shards"]),
-            kv_dtype=text["kv_dtype"],
-            kv_scales=text["kv_scales"],
-            formats=tuple(text["formats"].split(_SEPARATOR)),
-            layouts=tuple(text["layouts"].split(_SEPARATOR)),
-            stores_behind=bool(int(text["stores_behind"])),
-            shifted=bool(int(text["shifted"])),
-            has_drafts=bool(int(text["has_drafts"])),
-        )
+        """
+        Raises:
+            KeyError, msgspec.MsgspecError: these are not facts as `to_text` writes them.
+        """
+        return msgspec.convert({field.name: msgspec.json.decode(text[field.name]) for field in fields(cls)}, cls)
 
     @property
     def described(self) -> str:
@@ -116,12 +127,6 @@ class EngineFacts:
             for group, layout, kind in zip(self.groups, self.layouts, self.formats, strict=True)
         ]
         return "; ".join(text if count == 1 else f"{count} groups of {text}" for text, count in Counter(groups).items())
-
-
-def _group_of(spelled: str) -> GroupShape:
-    """Parse a group as written by `EngineFacts.to_text`."""
-    coverage, block_tokens, table = spelled.split()
-    return GroupShape(int(block_tokens), Coverage.parse(coverage), int(table))
 
 
 def _described(coverage: Coverage, layout: str, kind: str) -> str:
@@ -493,6 +498,20 @@ class Engine(OffSwitch):
         self.pools.add(pool)
 
 
+class PartOf:
+    """A part of an engine with hooks of its own (`guarded`): off when that is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def off(self) -> str:
+        return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)
+
+
 _ENGINES: dict[str, Engine] = {}
 """The engines of this process by id. A process has one, or a few in tests."""
 
@@ -511,3 +530,40 @@ def release(engine_id: str, role: str) -> None:
     engine = _ENGINES.get(engine_id)
     if engine is not None and engine.release(role):
         del _ENGINES[engine_id]
+
+
+def fitted(
+    settings: Settings, in_force: Sequence[Setting], block_tokens: Sequence[int], *, has_states: bool = False
+) -> Settings:
+    """The settings with a `chunk_tokens` that is a whole number of the engine's blocks.
+
+    If it is not set, it becomes one block where blocks are long, so that we find everything that the engine's own
+    prefix cache would: vLLM's blocks have 128 tokens on a CPU, where computing 128 more takes longest, 64 with some
+    kernels for latents, and, in models with states, as many as match the size of a state, for example 528. Otherwise it
+    is the smallest whole number of blocks that is no less than the default.
+
+    An engine keeps a prompt's last state at the end of a block. In a chunk of several blocks, most of these would not
+    be at the end of a chunk and would be useless, so for such models short blocks make a chunk of 64 tokens.
+
+    in_force: as `load` returns it with the settings.
+    block_tokens: of each block table of the engine.
+
+    Raises:
+        ConfigError: it is set and is not a whole number of blocks; the text suggests one that is.
+    """
+    common_tokens = lcm(*block_tokens)
+    if any(setting.path == "chunk_tokens" and setting.origin != "default" for setting in in_force):
+        check_blocks(settings.chunk_tokens, common_tokens)
+        return settings
+    has_long_blocks = common_tokens >= _LONG_BLOCK_TOKENS
+    min_tokens = _LONG_BLOCK_TOKENS if has_states or has_long_blocks else settings.chunk_tokens
+    chunk_tokens = -(-min_tokens // common_tokens) * common_tokens
+    if chunk_tokens == settings.chunk_tokens:
+        return settings
+    _log.info(
+        "chunk_tokens is %d instead of %d, to fit the engine's blocks of %d tokens",
+        chunk_tokens,
+        settings.chunk_tokens,
+        common_tokens,
+    )
+    return msgspec.structs.replace(settings, chunk_tokens=chunk_tokens)

@@ -1,11 +1,11 @@
-"""An engine's own metrics of the cache: one set of names for all engines.
+"""What an engine's halves count, and one set of names for it in all engines' own metrics.
 
 An engine's package makes a metric of each name that it can count, `ENGINE:kv_tiers_NAME`, with the engine's labels.
 They cover that engine alone, wherever its cache is; `kv_observe.metrics` covers a cache, whichever engines use it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 PREFIX: Final = "kv_tiers_"
@@ -56,3 +56,59 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "pool_bytes": Figure("gauge", "Size of the pool."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
 }
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Counts since the half was created, most of them under the names of `FIGURES`.
+
+    A request is looked up once, and again after a preemption, however often the engine asked; a load's tokens count
+    once, too.
+
+    loads_layerwise: loads among `loads` that run within the step itself.
+    tokens_by_tier: tokens of loads, by the slowest tier that they came from.
+    loaded_tokens: tokens of loads that the workers completed.
+    loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
+        once.
+    """
+
+    lookups: int = 0
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    declined_tokens: int = 0
+    loads: int = 0
+    loads_layerwise: int = 0
+    tokens_to_load: int = 0
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    loaded_tokens: int = 0
+    loads_shared: int = 0
+    loads_failed: int = 0
+    loads_failed_in_a_row: int = 0
+    loads_refused: int = 0
+    handovers_given: int = 0
+    handovers_taken: int = 0
+    handovers_late: int = 0
+    states_refused: int = 0
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Counts since the half was created, some of them under the names of `FIGURES`.
+
+    loads_finished, loads_failed: requests whose loads ended well, and badly.
+    stored_tokens: tokens of the chunks committed, counted in one group's chunks of shard 0: a group that needs the
+        whole prefix, if any.
+    layers_stored_early: layers of stores, gathered while later layers were still to be computed.
+    """
+
+    loads_finished: int = 0
+    loads_failed: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    loaded_file_bytes: int = 0
+    chunks_stored: int = 0
+    stored_bytes: int = 0
+    stored_tokens: int = 0
+    stores_failed: int = 0
+    dropped_chunks: int = 0
+    layers_stored_early: int = 0

@@ -27,20 +27,6 @@ class OffSwitch:
         _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
 
 
-class PartOf:
-    """A part of such an object, with hooks of its own: off when that is."""
-
-    def __init__(self, engine: OffSwitch) -> None:
-        self._switch = engine
-
-    @property
-    def off(self) -> str:
-        return self._switch.off
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        self._switch.turn_off(why, error)
-
-
 def guarded(
     fallback: Callable[..., Any],
     *,

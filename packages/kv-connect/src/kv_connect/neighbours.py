@@ -21,8 +21,8 @@ from kv_server.connection import ask_server_for
 from kv_server.wire import MODEL_NAME
 from kv_tiers.settings import Settings
 
-from kv_connect.identity.identity import ServedModel, described
-from kv_connect.identity.private_json import cache_file, read_private, write_private
+from kv_connect.file_digests import cache_file, read_private, write_private
+from kv_connect.identity import ServedModel, described
 
 _log = limited_logger(__name__)
 
@@ -37,9 +37,7 @@ _LAST_S: Final = 30 * 86400.0
 class StoredFormat:
     """The format in which an engine stores chunks.
 
-    engine: the engine's name, such as vllm.
     model: what determines its KV besides the weights, as a digest.
-    kind: the format's kind.
     fingerprint: the format's fingerprint; engines find only chunks of the same one.
     model_name: for people.
     """

@@ -128,7 +128,6 @@ def open_remote(
     is_first: this is the worker that starts it: the first rank of a node.
     facts: about this process, for the engine's other processes (`workers_of`).
     replica: for an engine that has several: the leader's first rank starts the server that they share.
-    node: the one that this process is on.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.

@@ -8,18 +8,16 @@ they must not be, so they stay in the pool.
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
+from kv_core.cost import Use
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_tiers.options import in_words, nearest, spelled_as
 from kv_tiers.settings import Settings
-
-from kv_connect.halves.controls import Controls
 
 _log = limited_logger(__name__)
 
@@ -37,46 +35,65 @@ TagValue = Annotated[str, msgspec.Meta(max_length=1024)]
 _ROOTS: Final = ChainScheme()
 
 
-class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """All per-request options. None: as in the settings."""
+class Controls(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request may load and store. The defaults are those of a request without options."""
 
     load: bool = True
-    """False: nothing is loaded."""
-    use: Literal["auto", "always", "never"] | None = None
-    """When held chunks are used: if it pays, always, or never, like `load: false`."""
+    """Whether held chunks may be loaded for it."""
+    use: Use | None = None
+    """When held chunks are used: if it pays, always, or never, like `load: false`. None: as in the settings."""
     promote: bool = True
-    """False: only what is in the pool is loaded, without waiting for lower tiers."""
+    """Whether lower tiers are queried and waited for; else only what is in the pool now counts."""
     store: bool = True
-    """False: nothing is stored."""
-    save_decode: bool | None = None
+    """Whether what it computes may be stored."""
+    save_decode: bool = False
     """Whether its generated tokens are stored too."""
-    min_load_tokens: Tokens | None = None
-    """A smaller hit is not loaded."""
-    min_store_tokens: Tokens | None = None
+    min_load_tokens: Tokens = 0
+    """A smaller hit is computed instead."""
+    min_store_tokens: Tokens = 0
     """If fewer tokens could be stored, none are."""
     max_store_tokens: Tokens | None = None
-    """Tokens beyond this number are not stored. 0: no limit."""
+    """Tokens beyond these are not stored; None, or 0 in a request: no limit. A hit is a prefix, so the end is the only
+    part that can be left out without making what follows it useless."""
     retain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
-    """For how long what it stores and what of it is held stays in the pool, within limits."""
-    tiers: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
-    """The tiers that are read and written for it, besides the pool."""
+    """For how long what it stores and what of it is held stays in the pool, however often it is read, within limits."""
+    tiers: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] | None = None
+    """The tiers that may be read and written for it, besides the pool; None: all."""
     tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
-    """Only requests with the same tags share chunks."""
+    """Part of the root of its chain (docs/formats/keys.md), so that only requests with the same tags share chunks."""
+    hands_over_tokens: int = 0
+    """Not an option. Another engine continues after this many tokens of the prompt (`HandOvers`): they are stored
+    including the last, partial chunk, and held in the pool until they are read. 0: none does."""
+    awaits_tokens: int = 0
+    """Not an option. Another engine is storing this many tokens of the prompt. 0: none is."""
+
+    @property
+    def retain_ms(self) -> int:
+        return round(self.retain_s * 1000)
+
+    def storable(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens may be stored."""
+        if not self.store or tokens < self.min_store_tokens:
+            return 0
+        return tokens if self.max_store_tokens is None else min(tokens, self.max_store_tokens)
 
 
-_FIELDS: Final[Mapping[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(RequestOptions)}
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The options that apply to one request.
-
-    controls: those of the scheduler half.
-    save_decode: whether generated tokens are stored too.
-    """
-
-    controls: Controls
-    save_decode: bool
+NO_CONTROLS: Final = Controls()
+"""The controls of a request without options."""
+_OPTIONS: Final[Mapping[str, Any]] = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Controls)
+    if field.name not in ("hands_over_tokens", "awaits_tokens")
+}
+_OF_SETTINGS: Final = ("save_decode", "min_load_tokens", "min_store_tokens", "max_store_tokens")
+"""The options that are settings too."""
+_NULLS: Final = {*_OF_SETTINGS, "use", "tiers"}
+"""The options that a request may leave as they are in the settings by `null`."""
+_SERVED: Final[Mapping[str, str]] = {
+    "tags": "nothing of this request is loaded or stored",
+    "tiers": "only the pool is read and written for this request",
+}
+"""The effect of an invalid value of a restriction."""
 
 
 def chosen(
@@ -87,67 +104,48 @@ def chosen(
     tiers: Sequence[str] = (),
     where: str = "kv_transfer_params",
     unsupported: Collection[str] = (),
-) -> Chosen:
+) -> Controls:
     """The settings, overridden by the request's own values. Mistakes in these are one line in the log.
 
     params: the request's options for connectors, ours and others; None if it has none.
-    tiers: the names of the cache's tiers.
     where: the request's field, for the log.
-    unsupported: options that this engine does not support.
     """
-    options, errors = _read(params, tiers, unsupported) if params is not None else (_DEFAULTS, [])
+    options, errors = _read(params, tiers, unsupported) if params is not None else ({}, [])
     if errors:
         _log.warning("request %s: %s: %s", request_id, where, "; ".join(errors))
-    limit = settings.max_store_tokens if options.max_store_tokens is None else options.max_store_tokens
-    controls = Controls(
-        loads=options.load and (options.use or settings.use) != "never",
-        promotes=options.promote,
-        stores=options.store,
-        min_load_tokens=settings.min_load_tokens if options.min_load_tokens is None else options.min_load_tokens,
-        min_store_tokens=settings.min_store_tokens if options.min_store_tokens is None else options.min_store_tokens,
-        max_store_tokens=limit or None,
-        retain_s=options.retain_s,
-        tiers=None if options.tiers is None else tuple(options.tiers),
-        tags=options.tags,
-        use=options.use,
-    )
-    return Chosen(controls, settings.save_decode if options.save_decode is None else options.save_decode)
+    options = {name: getattr(settings, name) for name in _OF_SETTINGS} | options
+    options["load"] = options.get("load", True) and (options.get("use") or settings.use) != "never"
+    options["max_store_tokens"] = options["max_store_tokens"] or None
+    return Controls(**options)
 
 
-_DEFAULTS: Final = RequestOptions()
-_SERVED: Final[Mapping[str, str]] = {
-    "tags": "nothing of this request is loaded or stored",
-    "tiers": "only the pool is read and written for this request",
-}
-"""The effect of an invalid value of a restriction."""
-
-
-def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[RequestOptions, list[str]]:
+def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The options that are valid, and an error text for each that is not."""
     if not isinstance(params, Mapping):
-        return _DEFAULTS, [f"{_shown(params)} is ignored; write {{{KEY!r}: {{…}}}}"]
+        return {}, [f"{_shown(params)} is ignored; write {{{KEY!r}: {{…}}}}"]
     if KEY not in params:
         names = islice((name for name in params if isinstance(name, str)), _MAX_NAMES)
         similar = difflib.get_close_matches(KEY, names, n=1, cutoff=0.8)
-        return _DEFAULTS, [f"{similar[0]!r} is ignored; did you mean {KEY!r}?"] if similar else []
+        return {}, [f"{similar[0]!r} is ignored; did you mean {KEY!r}?"] if similar else []
     options = params[KEY]
     if not isinstance(options, Mapping):
-        return _DEFAULTS, [f"{KEY} is {_shown(options)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
+        return {}, [f"{KEY} is {_shown(options)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
-    unknown = [name for name in options if name not in _FIELDS]
+    unknown = [name for name in options if name not in _OPTIONS]
     errors = [
-        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}" for name in unknown[:_MAX_NAMES]
+        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _OPTIONS)}"
+        for name in unknown[:_MAX_NAMES]
     ]
     if len(unknown) > _MAX_NAMES:
         errors.append(f"{len(unknown) - _MAX_NAMES} more names are ignored")
     for name, value in options.items():
-        if name not in _FIELDS:
+        if name not in _OPTIONS or (value is None and name in _NULLS and name not in unsupported):
             continue
         if name in unsupported:
             errors.append(f"{name} is not supported by this engine; {_SERVED.get(name, 'it is ignored')}")
             continue
         try:
-            values[name] = msgspec.convert(value, _FIELDS[name])
+            values[name] = msgspec.convert(value, _OPTIONS[name])
             if name == "tags":
                 _ROOTS.root(tags=values[name])  # only to refuse text that is not Unicode
             elif name == "tiers" and values[name]:
@@ -156,17 +154,17 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
                     for tier in values[name]
                     if tier not in tiers
                 ]
-                values[name] = [tier for tier in values[name] if tier in tiers]
+                values[name] = tuple(tier for tier in values[name] if tier in tiers)
         except (msgspec.ValidationError, InputError) as error:
             values.pop(name, None)
             if name == "tiers":
-                values[name] = []
+                values[name] = ()
             why = in_words(error)
             why = why[:1].lower() + why[1:]
             errors.append(f"{name} is {_shown(value)}, {why}; {_SERVED.get(name, 'it is ignored')}")
     if "tags" in options and "tags" not in values:
         values.update(load=False, store=False)
-    return RequestOptions(**values), errors
+    return values, errors
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Final
 
 import msgspec
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
 from kv_connect.open_cache import Format, check_replicas, open_in_process, open_remote
 from kv_core.errors import ConfigError
@@ -35,12 +35,11 @@ from kv_tiers.settings import Settings
 from kv_tiers.verdict import demand
 
 from kv_sglang import TESTED
-from kv_sglang.media import is_marked, mark_media, unmarked
-from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
+from kv_sglang.metrics import NO_FIGURES, Figures
+from kv_sglang.names import is_marked, mark_media, unmarked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
-from kv_sglang.prefill import PrefillSpeed
-from kv_sglang.requests import RequestPages
+from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages, follow_requests, follow_steps
 from kv_sglang.weights import WeightsWatch, before_loading
 
 _log = limited_logger(__name__)
@@ -54,10 +53,8 @@ class Rank:
 
     number: among the tensor-parallel ranks.
     replicated: every rank has the same KV, and one of them writes it (MLA).
-    stage: of pipeline parallelism.
     replica: of data parallelism, within attention.
     replicas: how many there are, of either kind.
-    nodes: number of machines.
     """
 
     number: int
@@ -85,8 +82,6 @@ class Attached:
     """Everything that `attach` opened.
 
     stores: by SGLang's name of the pool.
-    caches: by the format of their chunks.
-    buses: of the caches in this process.
     server: the private one, in the process that started it.
     """
 
@@ -98,6 +93,14 @@ class Attached:
     requests: RequestPages | None = None
     prefill: PrefillSpeed | None = None
     figures: Figures = NO_FIGURES
+
+    def follow_scheduler(self) -> WeightsWatch:
+        """Take from SGLang's scheduler what it does not tell its storage or linker. Raises whatever importing SGLang
+        raises."""
+        assert self.watch is not None and self.requests is not None and self.prefill is not None
+        follow_requests(self.requests)
+        follow_steps(self.prefill)
+        return self.watch
 
     def close(self) -> None:
         """Spill waiting chunks and release everything. The caches' memory is freed with SGLang's last thread."""
@@ -251,7 +254,7 @@ def attach(
                 # Without a few pages of another pool the engine computes the whole prompt, not only those.
                 prefill=prefill if name == KV else None,
                 requests=requests,
-                figures=figures if name == KV and rank.number == rank.stage == 0 else BytesOnly(figures),
+                figures=figures if name == KV and rank.number == rank.stage == 0 else figures.of_bytes,
             )
     except BaseException:
         attached.close()

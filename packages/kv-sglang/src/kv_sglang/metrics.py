@@ -7,7 +7,7 @@ the first one the tokens. Figures not counted here have no equivalent in SGLang'
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS
@@ -35,55 +35,29 @@ _MAX_ASKERS: Final = 4096
 
 
 class Figures:
-    """The counters of a store. This base class is for engines without metrics: it does nothing."""
+    """The counters of a store, metrics of prometheus-client in this process. Thread-safe, because these are."""
+
+    def __init__(self, metrics: Mapping[str, Any], tokens_of: Callable[[str], Any] | None = None) -> None:
+        """metrics: by name; what is counted under another is not wanted. tokens_of: the counter of a tier's tokens."""
+        self._metrics = metrics
+        self._tokens_of = tokens_of
+        self._look_at_s = 0.0
 
     def add(self, name: str, amount: int) -> None:
         """name: of a counter in `COUNTED`."""
-
-    def given(self, tokens_by_tier: Mapping[str, int]) -> None:
-        """Requests got this many tokens, by tier."""
-
-    def look_at(self, cache: LocalCache | RemoteCache) -> None:
-        """Something was copied: the pool's use may have changed."""
-
-    def off(self) -> None:
-        """The cache is no longer in use."""
-
-
-NO_FIGURES: Final = Figures()
-
-
-class EngineFigures(Figures):
-    """Metrics of prometheus-client in this process. Thread-safe, because that is."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        # SGLang has set the directory of the multiprocess mode by now: the import depends on it.
-        from prometheus_client import Counter, Gauge
-
-        names = list(labels)
-        self._metrics: dict[str, Any] = {}
-        for name in COUNTED:
-            made: Any = (
-                Counter(f"sglang:{PREFIX}{name}", FIGURES[name].about, names)
-                if FIGURES[name].kind == "counter"
-                else Gauge(f"sglang:{PREFIX}{name}", FIGURES[name].about, names, multiprocess_mode="mostrecent")
-            )
-            self._metrics[name] = made.labels(**labels)
-        self._by_tier = Counter(f"sglang:{PREFIX}{TIER_TOKENS}", ABOUT_TIER_TOKENS, [*names, "tier"])
-        self._labels = dict(labels)
-        self._look_at_s = 0.0
-        self._metrics["on"].set(1)
-
-    def add(self, name: str, amount: int) -> None:
-        if amount:
+        if amount and name in self._metrics:
             self._metrics[name].inc(amount)
 
     def given(self, tokens_by_tier: Mapping[str, int]) -> None:
-        for tier, tokens in tokens_by_tier.items():
-            self._by_tier.labels(**self._labels, tier=tier).inc(tokens)
+        """Requests got this many tokens, by tier."""
+        if self._tokens_of is not None:
+            for tier, tokens in tokens_by_tier.items():
+                self._tokens_of(tier).inc(tokens)
 
     def look_at(self, cache: LocalCache | RemoteCache) -> None:
-        """Update the pool's use; a server is queried at most once a second."""
+        """Something was copied: update the pool's use. A server is queried at most once a second."""
+        if "pool_bytes" not in self._metrics:
+            return
         pool = cache.pool
         if isinstance(cache, LocalCache):
             used = cache.pool.slots_used
@@ -96,21 +70,36 @@ class EngineFigures(Figures):
         self._metrics["pool_bytes"].set(pool.slots * pool.slot_bytes)
 
     def off(self) -> None:
-        self._metrics["on"].set(0)
+        """The cache is no longer in use."""
+        if "on" in self._metrics:
+            self._metrics["on"].set(0)
+
+    @property
+    def of_bytes(self) -> "Figures":
+        """For pools other than the KV's, and for all ranks but the first: tokens are counted once."""
+        return Figures({name: metric for name, metric in self._metrics.items() if name in _BYTES})
 
 
-class BytesOnly(Figures):
-    """For pools other than the KV's, and for all ranks but the first: tokens are counted once."""
+NO_FIGURES: Final = Figures({})
+"""For engines without metrics."""
 
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
 
-    def add(self, name: str, amount: int) -> None:
-        if name in _BYTES:
-            self._figures.add(name, amount)
+def _registered(labels: Mapping[str, str]) -> Figures:
+    # SGLang has set the directory of the multiprocess mode by now: the import depends on it.
+    from prometheus_client import Counter, Gauge
 
-    def off(self) -> None:
-        self._figures.off()
+    names = list(labels)
+    metrics: dict[str, Any] = {}
+    for name in COUNTED:
+        made: Any = (
+            Counter(f"sglang:{PREFIX}{name}", FIGURES[name].about, names)
+            if FIGURES[name].kind == "counter"
+            else Gauge(f"sglang:{PREFIX}{name}", FIGURES[name].about, names, multiprocess_mode="mostrecent")
+        )
+        metrics[name] = made.labels(**labels)
+    metrics["on"].set(1)
+    by_tier = Counter(f"sglang:{PREFIX}{TIER_TOKENS}", ABOUT_TIER_TOKENS, [*names, "tier"])
+    return Figures(metrics, lambda tier: by_tier.labels(**labels, tier=tier))
 
 
 class OncePerRequest:
@@ -128,7 +117,7 @@ class OncePerRequest:
         return True
 
 
-_MADE: Final[list[EngineFigures]] = []
+_MADE: Final[list[Figures]] = []
 
 
 def engine_figures(*, number: int, stage: int, replica: int) -> Figures:
@@ -142,5 +131,5 @@ def engine_figures(*, number: int, stage: int, replica: int) -> Figures:
     labels = {"model_name": get_serving().served_model_name, **ranks, **(observed.extra_metric_labels or {})}
     named = {str(name): str(value) for name, value in labels.items()}
     if not _MADE:
-        _MADE.append(EngineFigures(named))
+        _MADE.append(_registered(named))
     return _MADE[0]

@@ -14,11 +14,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from kv_connect.halves.controls import NO_CONTROLS, Controls
-from kv_connect.identity.identity import LiveKeySpace
+import msgspec
+from kv_connect.halves.copies import await_copies
+from kv_connect.identity import LiveKeySpace
+from kv_connect.request_options import NO_CONTROLS, Controls
 from kv_core.cost import Use
 from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
@@ -32,12 +34,10 @@ from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER
 from kv_tiers.messages import MAX_KEYS
 
-from kv_sglang.copies import await_copies
-from kv_sglang.media import named_pages
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
+from kv_sglang.names import named_pages
 from kv_sglang.pools import PoolPages
-from kv_sglang.prefill import PrefillSpeed
-from kv_sglang.requests import RequestPages
+from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages
 
 _log = limited_logger(__name__)
 
@@ -172,7 +172,7 @@ class PageStore:
         """
         hashes = named_pages(hashes)
         controls = self._controls(hashes)
-        keys = self.keys(hashes) if controls.loads else []
+        keys = self.keys(hashes) if controls.load else []
         if not keys:
             return 0
         holder = self._holder("ask")
@@ -191,7 +191,7 @@ class PageStore:
         """
         hashes = named_pages(hashes)
         controls = self._controls(hashes)
-        keys = self.keys(hashes) if controls.loads else []
+        keys = self.keys(hashes) if controls.load else []
         if not keys:
             self.forget_asker(asker)
             return 0
@@ -278,7 +278,7 @@ class PageStore:
         """
         controls = self._requests.of(hashes, before or behind)
         named = len(named_pages(hashes))
-        storable = next((number for number, each in enumerate(controls[:named]) if not each.stores), named)
+        storable = next((number for number, each in enumerate(controls[:named]) if not each.store), named)
         answers: list[bool] = []
         for options, alike in itertools.groupby(controls[:storable], key=_store_options):
             first, last = len(answers), len(answers) + len(list(alike))
@@ -362,13 +362,13 @@ class PageStore:
     def _controls(self, hashes: Sequence[str]) -> Controls:
         """The controls of the request whose prompt ends with these pages."""
         controls = self._requests.of(hashes[-1:])[0] if hashes else NO_CONTROLS
-        return controls if (controls.use or self._use) != "never" else replace(controls, loads=False)
+        return controls if (controls.use or self._use) != "never" else msgspec.structs.replace(controls, load=False)
 
     def _plan(self, keys: Sequence[ChunkKey], holder: str, controls: Controls, *, may_wait: bool) -> LookupPlan:
         costs = self._prefill.costs(keys[0].digest.hex()) if (controls.use or self._use) == "auto" else None
         if measured := self._prefill.take_measured():
             self.cache.measured(measured)
-        waits = may_wait and controls.promotes
+        waits = may_wait and controls.promote
         return self.cache.lookup(
             keys, holder, shape=self._shape, wait_for_promotion=waits, costs=costs, tiers=controls.tiers
         )

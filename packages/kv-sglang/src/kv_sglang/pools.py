@@ -1,4 +1,4 @@
-"""Describes SGLang's host pools: the bytes of a page, and its copier.
+"""Describes SGLang's pools of pages, in host memory and on the device: the bytes of a page, and its copier.
 
 The content of a pool's buffer follows from its shape, never from the engine's flags. Pools of plain K and V or of MLA
 latents are stored in the canonical format, which other host layouts and other engines share. Everything else (states of
@@ -8,6 +8,7 @@ origin that includes everything that these bytes depend on, so that no incompati
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.transfer import TransferPlan
 from kv_cuda import Copier, PagedLayout, PartLayout, make_copier
+from kv_cuda.choose import BoundCopier
 from kv_cuda.copy.streams import DoneEvent
 
 from kv_sglang import TESTED
@@ -22,6 +24,8 @@ from kv_sglang import TESTED
 _CANONICAL: Final = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 """Exactly these classes: subclasses store more than that."""
 _DONE: Final = DoneEvent()
+_PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""Exactly these classes: subclasses store their rows differently, or more than rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +233,61 @@ class _FlatPages:
 
     def _bytes(self, pool: str, offset: int) -> torch.Tensor:
         return self._pools[pool][offset : offset + self._page_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """One pool of the device.
+
+    copier: makes a copier for one thread.
+    replicated: every rank has the same bytes (MLA).
+    """
+
+    pages: PoolPages
+    copier: Callable[[], BoundCopier]
+    replicated: bool
+
+
+def describe_device(pool: Any, page_size: int, wanted: FormatSetting = "auto") -> DevicePool:
+    """
+    wanted: the format, as in the settings.
+
+    Raises:
+        ConfigError: this pool's pages cannot be described.
+    """
+    kind = type(pool).__name__
+    mla = kind.startswith("MLA")
+    if kind not in _PLAIN:
+        raise _refused(pool, "a pool of this class stores its rows differently")
+    if not mla and (pool.kv_cache_layout != "nhd" or getattr(pool, "k_scale_buffer", None) is not None):
+        raise _refused(pool, f"its layout is {pool.kv_cache_layout}, or it stores scales beside its rows")
+    tensors: list[torch.Tensor] = [*pool.kv_buffer] if mla else [*pool.k_buffer, *pool.v_buffer]
+    layers = len(tensors) // (1 if mla else 2)
+    rows, heads, dim = tensors[0].shape
+    alike = all(each.shape == (rows, heads, dim) and each.is_contiguous() for each in tensors)
+    if not alike or rows % page_size or tensors[0].dtype.itemsize != pool.dtype.itemsize:
+        raise _refused(pool, f"its tensors are not alike, or not whole pages of {page_size} rows")
+    row = heads * dim
+    layout = PagedLayout(
+        name=f"SGLang {kind}",
+        dtype=str(pool.dtype).removeprefix("torch."),
+        itemsize=pool.dtype.itemsize,
+        layers=layers,
+        blocks=rows // page_size,
+        block_tokens=page_size,
+        heads=heads,
+        head_dim=dim,
+        parts=tuple(PartLayout(part, 0, page_size * row, row, dim, 1) for part in (["kv"] if mla else ["k", "v"])),
+        own_tensors=not mla,
+    )
+    described = format_of_pages(layout, wanted, page_size)
+
+    copier = partial(make_copier, layout, tensors, described)
+    return DevicePool(PoolPages(described, layout.dtype, page_size, copier, None), copier, mla)
+
+
+def _refused(pool: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"SGLang keeps this model's KV in a {type(pool).__name__}, which the linker of kv-sglang, tested with SGLang "
+        f"{TESTED}, cannot read: {why}; use the storage of HiCache, `python -m kv_sglang flags` without --linker"
+    )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kv_connect.identity.identity import Beside, ServedModel
+from kv_connect.identity import Beside, ServedModel
 
 from kv_sglang.attach import Rank
 

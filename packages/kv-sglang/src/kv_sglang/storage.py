@@ -10,7 +10,8 @@ cannot be served correctly is an error that says what to do.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,12 +30,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, other_sglang
+from kv_sglang.cli import read_settings
 from kv_sglang.metrics import engine_figures
-from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, describe, first_slots
-from kv_sglang.prefill import follow_steps
-from kv_sglang.requests import follow_requests
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 
@@ -57,7 +56,7 @@ _MAX_PREFIXES: Final = 16
 have."""
 
 
-def _none_of(_self: Any, keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
+def none_of(_self: Any, keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
     return [False] * len(keys)
 
 
@@ -121,11 +120,8 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         model = served_model(rank)
         self._attached = attach(settings, model, rank, self._pages, engine_name=name, figures=figures)
-        assert self._attached.watch is not None and self._attached.requests is not None
-        assert self._attached.prefill is not None
-        follow_requests(self._attached.requests)
-        follow_steps(self._attached.prefill)
-        self._attached.watch.watch_for_clear(self.mem_pool_host)
+        watch = self._attached.follow_scheduler()
+        watch.watch_for_clear(self.mem_pool_host)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
         _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)
 
@@ -138,13 +134,13 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
             return self._kv.ready(keys, f"{self._kv.name}-in-the-loop-{keys[-1] if keys else ''}")
         return self._kv.held(keys)
 
-    @guarded(_none_of)
+    @guarded(none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         return self._read(KV, keys, host_indices)
 
-    @guarded(_none_of)
+    @guarded(none_of)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
@@ -251,14 +247,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         return self._attached.stores[KV]
 
     def _read(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        store = self._attached.stores.get(pool)
-        slots = None if store is None else first_slots(host_indices, len(keys), store.pages.page_slots)
-        if store is None or slots is None:
-            return [False] * len(keys)
-        began = time.perf_counter()
-        answers = store.read(keys, slots)
-        self._stats.add("prefetch", sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
-        return answers
+        return self._move("prefetch", pool, keys, host_indices, PageStore.read)
 
     def _write(
         self,
@@ -268,13 +257,23 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         before: Sequence[str],
         behind: Sequence[str] = (),
     ) -> list[bool]:
+        return self._move("backup", pool, keys, host_indices, partial(PageStore.write, before=before, behind=behind))
+
+    def _move(
+        self,
+        what: str,
+        pool: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        move: Callable[[PageStore, Sequence[str], list[int]], list[bool]],
+    ) -> list[bool]:
         store = self._attached.stores.get(pool)
         slots = None if store is None else first_slots(host_indices, len(keys), store.pages.page_slots)
         if store is None or slots is None:
             return [False] * len(keys)
         began = time.perf_counter()
-        answers = store.write(keys, slots, before, behind=behind)
-        self._stats.add("backup", sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
+        answers = move(store, keys, slots)
+        self._stats.add(what, sum(answers), store.pages.format.nbytes, time.perf_counter() - began)
         return answers
 
     def _one_page(self) -> tuple[torch.Tensor, Any]:

@@ -13,13 +13,13 @@ in this module rather than in a storage; the weights of an engine that served be
 
 import functools
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
-from kv_connect.identity.identity import LiveWeights, Origins, origins_of
+from kv_connect.identity import LiveWeights, Origins, origins_of
+from kv_connect.interface import observe
 from kv_core.log import limited_logger
 
 _log = limited_logger(__name__)
@@ -35,7 +35,6 @@ _UPDATES: Final = (
 _RELEASE: Final = "release_memory_occupation"
 _MEMORY: Final = (_RELEASE, "resume_memory_occupation")
 _WATCHES: "WeakSet[WeightsWatch]" = WeakSet()
-_LOCK: Final = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -103,18 +102,16 @@ class WeightsWatch:
 
     def watch_for_clear(self, host_pool: Any) -> None:
         """Watch for emptied caches: SGLang empties its host memory with the device's, which storage can observe."""
-        clear = host_pool.clear
-        if getattr(clear, "_kv_watched", False):
-            return  # by an earlier watch
 
-        @functools.wraps(clear)
-        def cleared(*args: Any, **kwargs: Any) -> Any:
-            done = clear(*args, **kwargs)
-            self.emptied()
-            return done
+        def around(clear: Any) -> Any:
+            def cleared(*args: Any, **kwargs: Any) -> Any:
+                done = clear(*args, **kwargs)
+                self.emptied()
+                return done
 
-        cleared._kv_watched = True  # type: ignore[attr-defined]
-        host_pool.clear = cleared
+            return cleared
+
+        observe(host_pool, "clear", around)
 
     def close(self) -> None:
         _WATCHES.discard(self)
@@ -129,19 +126,14 @@ def watch_updates(*, has_served: bool = False) -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    with _LOCK:
-        for owner, names in ((WeightUpdater, _UPDATES), (SchedulerWeightUpdaterManager, _MEMORY)):
-            for name in names:
-                call = getattr(owner, name)
-                if not getattr(call, "_kv_watched", False):
-                    setattr(owner, name, _watched(call, name))
-                    if has_served:
-                        _SEEN.changed = "SGLang served before this storage was attached"
-                        _SEEN.holds_old_pages = True
+    for owner, names in ((WeightUpdater, _UPDATES), (SchedulerWeightUpdaterManager, _MEMORY)):
+        for name in names:
+            if observe(owner, name, functools.partial(_watched, name=name)) and has_served:
+                _SEEN.changed = "SGLang served before this storage was attached"
+                _SEEN.holds_old_pages = True
 
 
 def _watched(call: Any, name: str) -> Any:
-    @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the call, because threads go on writing pages meanwhile; even if it fails, as it may have done a part.
         if _may_have_pages(self):
@@ -153,7 +145,6 @@ def _watched(call: Any, name: str) -> Any:
                 watch.settle()
         return call(self, *args, **kwargs)
 
-    called._kv_watched = True  # type: ignore[attr-defined]
     return called
 
 

@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     chunk_tokens: Count = 256
     """Tokens per chunk, the unit that is named, stored and evicted. A multiple of the engine's block size; if unset,
     one block of 64 tokens or more, else the smallest multiple from 256 on, or from 64 on in models with states
-    (`kv_connect.chunk_size`)."""
+    (`kv_connect.engine`)."""
     algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`. On SGLang
     sha256 only."""

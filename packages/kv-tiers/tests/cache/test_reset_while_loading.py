@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
@@ -103,8 +103,8 @@ class Engine:
         self.scheduler.allocated("first", 0, blocks)
         self.device.slots[:] = bytes(range(256)) * (len(self.device.slots) // 256)
         plan = self.scheduler.build_step([Scheduled(request, len(tokens), blocks)])
-        self.worker.start_stores(plan)
-        self.worker.finish_stores()
+        self.worker.stores.start(plan)
+        self.worker.stores.finish()
         self.scheduler.finished("first")
 
     def begin_load(self, tokens: list[int]) -> Copy:
@@ -161,7 +161,7 @@ def test_a_reset_while_a_load_is_copying_fails_the_load(engine: Engine) -> None:
     copy.complete()
     report = engine.worker.poll()
     assert (report.finished, report.failed) == ({"second"}, {"second"})
-    assert engine.worker.counts.tokens_loaded == 0
+    assert engine.worker.counts.loaded_tokens == 0
     engine.scheduler.loads_ended(report.finished, report.failed)
     assert engine.scheduler.match(RequestTokens("second", [*TOKENS, 99], keep_tokens=8), 0) == 0  # to be computed
     engine.scheduler.finished("second")

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 import torch
-from kv_connect.chunk_size import fitted
-from kv_connect.engine import Engine, EngineFacts
+from kv_connect.engine import Engine, EngineFacts, fitted
 from kv_connect.neighbours import StoredFormat
 from kv_connect.open_cache import Format
 from kv_core.device import FileReader
@@ -19,7 +18,7 @@ from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.settings import Setting, Settings
 from kv_tiers.verdict import demand
 
-from kv_vllm.layer_hooks import LayerPlace
+from kv_vllm.layerwise import LayerPlace
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
 from kv_vllm.served import served_model

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from kv_codecs.calibrated import EngineRotation, GroupLayers, calibration_of, check_rotations, divide, fingerprint_of
 from kv_codecs.calibration import Calibration
-from kv_connect.nodes.ranks import RankShare
+from kv_connect.nodes import RankShare
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_cuda.bind import BoundGroups

@@ -4,7 +4,7 @@
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
 that cannot fail where the settings enable layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
 where the settings enable that, layer by layer before it. On a device with streams they continue after the step, and
-their blocks are held in vLLM's block pool meanwhile (`kv_vllm.held`); elsewhere they complete in `wait_for_save`.
+their blocks are held in vLLM's block pool meanwhile (`kv_vllm.connector`); elsewhere they complete in `wait_for_save`.
 
 No exception leaves a hook, except for the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with
 a traceback in the log, and the engine continues.
@@ -14,19 +14,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import msgspec
 import torch
+from kv_connect.adapters import Unsure
 from kv_connect.engine import engine_of, release
 from kv_connect.guard import always, guarded
-from kv_connect.halves.held import HeldBlocks
-from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.request import RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
+from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
-from kv_connect.identity.adapters import Unsure
+from kv_connect.nodes import FromNode, ToNodes
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.settings import load
@@ -37,28 +39,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
 from kv_vllm.handover import answer_to_proxy, is_one_of_several, with_protocol
-from kv_vllm.held import held_blocks
-from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
-from kv_vllm.layer_hooks import LayerHooks
-from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
-from kv_vllm.log import join_vllm_log
-from kv_vllm.metadata import Acknowledged, KVTiersMetadata
-from kv_vllm.nodes import NodeMail
-from kv_vllm.parallel import check_parallelism, draft_model
+from kv_vllm.layerwise import LayerHooks, LayerwisePromised, LayerwiseRank, LayerwiseStep, RankAnswer
+from kv_vllm.parallel import NodeMail, check_parallelism, draft_model
+from kv_vllm.plugin import join_vllm_log
 from kv_vllm.served import served_model
-from kv_vllm.sessions import Sessions
-from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
-from kv_vllm.steps import StepReader
-from kv_vllm.translate import request_reader
-from kv_vllm.trials import Trials
+from kv_vllm.stats import OF_WORKER, OFF, CounterDeltas, HitSources, PromMetrics, SchedulerFigures, Stats
+from kv_vllm.translate import Sessions, StepReader, request_reader
+from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
 from kv_vllm.weights import VllmWeights, before_loading, note_resets
 
 _log = limited_logger(__name__)
@@ -68,9 +64,70 @@ _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
 """Failing loads cost more than none, and a worker in another process whose cache is off cannot report it otherwise."""
-
 _MAX_UNPROCESSED = 1024
 """Reports that are kept while something raises each time that they are handled."""
+
+
+class PoolBlocks:
+    """A `kv_connect.halves.stores.EngineBlocks` of vLLM's `BlockPool`.
+
+    To vLLM a held block looks like one that another request shares. So it is not reused, whatever becomes of the
+    request that filled it, and it stays in vLLM's own prefix cache.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def is_ours_alone(self, block: int) -> bool:
+        return bool(self._pool.blocks[block].ref_cnt == 1)
+
+
+@dataclass(eq=False)
+class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step plan for the workers, as plain data if they are in other processes; None if it contains nothing but its
+    number.
+
+    waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
+        the plan can answer them too.
+    number: the plan's `StepPlan.number`, which such a worker acknowledges too.
+    layerwise: the step's layerwise loads, as such a worker needs them, and, for every worker, the scheduler's pool.
+    to_nodes: in an engine over several nodes, the scheduler's message to the other nodes.
+    trials: which stores may be committed, where other connectors fill blocks too.
+    """
+
+    plan: Any
+    waiting: tuple[str, ...]
+    number: int
+    layerwise: LayerwiseStep
+    to_nodes: ToNodes | None
+    trials: TrialMessage = NO_TRIAL
+
+
+@dataclass(eq=False)
+class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """The workers' completions.
+
+    through: by rank, the number of the latest plan that was read, together with all before it.
+    layerwise: by rank, its report on layerwise loads.
+    from_nodes: in an engine over several nodes, the other nodes' answers.
+    trial: the number of the step that this is the output of, if it is on trial.
+    """
+
+    through: dict[int, int]
+    layerwise: dict[int, RankAnswer] = field(default_factory=dict)
+    from_nodes: tuple[FromNode, ...] = ()
+    trial: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
+        layerwise = self.layerwise | other.layerwise
+        from_nodes, trial = self.from_nodes + other.from_nodes, max(self.trial, other.trial)
+        return Acknowledged(self.through | other.through, layerwise, from_nodes, trial)
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
@@ -84,9 +141,9 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     """Requests that were promised a load wait for it, so a load that is not planned is refused explicitly."""
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=tuple(sorted(self._unplanned)), number=number)
-    layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+    message = self._message(plan, plan.to_plain(), plan.refused)
     self._unplanned.clear()
-    return KVTiersMetadata(plan.to_plain(), plan.refused, number, layerwise, to_nodes, trials)
+    return message
 
 
 def _acknowledge_all(self: "KVTiersConnector") -> Acknowledged:
@@ -151,7 +208,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
         self._has_drafts = draft_model(vllm_config) is not None
         self._summary_at_s = 0.0
-        self._figures: SchedulerFigures | WorkerFigures | None = None
+        self._figures: SchedulerFigures | CounterDeltas | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
 
@@ -228,7 +285,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Stats | None:
         if self._scheduler is not None and self._scheduler.costs is not None:
             self._scheduler.costs.step_ended()  # vLLM's scheduler calls this once for each step's output, in order
-        return None if self._figures is None else self._figures.take()
+        figures = {} if self._figures is None else self._figures.take()
+        return Stats(figures) if figures else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -295,8 +353,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
         if not (plan.loads or plan.stores or plan.refused or self._unplanned):  # most steps
             number = 0 if self._held is None else self._held.number
-            layerwise, to_nodes = self._promised.to_send(plan), self._nodes.to_send()
-            return KVTiersMetadata(None, (), number, layerwise, to_nodes, self._trials.to_send())
+            return self._message(replace(plan, number=number), None)
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
@@ -304,9 +361,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._held is not None:
             plan = self._held.hold(plan)
         sent = plan if self._in_process else plan.to_plain()
-        layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+        message = self._message(plan, sent, waiting)
         self._unplanned.clear()  # last: `_refuse_unplanned` must know them if anything here fails
-        return KVTiersMetadata(sent, waiting, plan.number, layerwise, to_nodes, trials)
+        return message
 
     def update_connector_output(self, connector_output: Any) -> None:
         message, failed_blocks = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
@@ -379,7 +436,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers.bound(bind_worker(self._engine, config, groups, self._settings, kv_caches, in_force=in_force))
             if not self.off:
                 self._worker = self._engine.start_worker(step_tokens=config.scheduler_config.max_num_batched_tokens)
-                self._figures = WorkerFigures(self._worker)
+                self._figures = CounterDeltas(self._worker.counts, OF_WORKER)
         except ConfigError:
             self.shutdown()
             raise  # the user can fix it, and should before the engine serves
@@ -402,11 +459,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         facts, scheduler = self._engine.facts, self._scheduler
         stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes != 0
         if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
-            self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
+            blocks = PoolBlocks(self._kv_cache_manager.block_pool)
+            self._held = HeldBlocks(blocks, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
-        return 0 if self._worker is None else self._worker.stored_through
+        return 0 if self._worker is None else self._worker.stores.through
 
     @guarded(always(None), even_off=True)
     def _handle_reports(self) -> None:
@@ -427,10 +485,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if worker is not None and not is_stepped and self.has_pending_push_work():
             # An engine in its caller's process is not stepped without requests, even to get blocks back.
             for trial, passed in self._trials.take_verdicts():
-                worker.judge(trial, passed=passed)
-            worker.finish_stores()
+                worker.stores.judge(trial, passed=passed)
+            worker.stores.finish()
             rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
-            self._handle_acknowledged(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
+            self._handle_acknowledged(Acknowledged({rank: worker.stores.through}, {rank: RankAnswer(report)}))
 
     def _distrust(self, failed_blocks: set[int]) -> None:
         """vLLM was told that these blocks were not filled, by whichever connector."""
@@ -447,10 +505,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._held.acknowledge(message.through)
         self._nodes.receive_answers(message.from_nodes)
         report = self._promised.receive(message.layerwise)
-        if report.ended and not self.off:
-            self._loads_ended(report.ended, report.failed)
-        elif report.ended and self._scheduler is not None:
-            self._scheduler.loads_ended(report.ended, report.failed)  # the chunks are leased until then
+        if report.finished and not self.off:
+            self._loads_ended(report.finished, report.failed)
+        elif report.finished and self._scheduler is not None:
+            self._scheduler.loads_ended(report.finished, report.failed)  # the chunks are leased until then
 
     @guarded(always(None))
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
@@ -462,7 +520,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # Compute it now: vLLM schedules it before others whose loads have ended, and a second load of it would
                 # wait for the very blocks that they hold.
                 request, tokens = self._requests[request_id]
-                self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
+                self._requests[request_id] = (
+                    request,
+                    replace(tokens, controls=msgspec.structs.replace(tokens.controls, load=False)),
+                )
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"all loads have failed, {in_a_row} times in a row")
 
@@ -500,12 +561,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.finished(request_id)
 
+    def _message(self, plan: StepPlan, sent: Any, waiting: tuple[str, ...] = ()) -> KVTiersMetadata:
+        layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+        return KVTiersMetadata(sent, waiting, plan.number, layerwise, to_nodes, trials)
+
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan()
         self._follow_weights(settle=scheduler_output.total_num_scheduled_tokens > 0)
         assert self._engine.weights is not None  # as the scheduler half has one
-        is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.is_busy
+        is_waiting = (
+            self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.adapters.is_busy
+        )
         if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
             # The engine has nothing to compute and steps again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
@@ -530,8 +597,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
         is_computed = are_filled and sys.exc_info()[1] is self._caller_error
         self._caller_error = None
-        (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
-        self._worker.finish_stores(wait=not self._step.number)
+        (self._worker.stores.start if is_computed else self._worker.stores.abandon)(self._step)
+        self._worker.stores.finish(wait=not self._step.number)
 
     @guarded(always(None), even_off=True)
     def _begin_step(self, metadata: KVTiersMetadata) -> None:
@@ -542,7 +609,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if self._worker is not None:
             for trial, passed in metadata.trials.verdicts:
-                self._worker.judge(trial, passed=passed)
+                self._worker.stores.judge(trial, passed=passed)
         if (sent := metadata.plan) is not None:
             self._step = sent if isinstance(sent, StepPlan) else StepPlan.from_plain(sent)
         elif metadata.number:

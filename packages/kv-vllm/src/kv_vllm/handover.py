@@ -10,12 +10,11 @@ request: the decode engine finds them by their keys in its own cache, and in tho
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import msgspec
-from kv_connect.halves.controls import Controls
+from kv_connect.request_options import Controls
 from kv_core.errors import ConfigError
 from kv_tiers.host_port import read_host_port
 from kv_tiers.settings import Settings
@@ -49,12 +48,12 @@ def with_handover(controls: Controls, params: object, prompt_tokens: int, settin
     if not isinstance(params, Mapping) or settings.handover.protocol == "never":
         return controls
     if params.get("do_remote_decode") is True:
-        return replace(controls, hands_over_tokens=prompt_tokens)
+        return msgspec.structs.replace(controls, hands_over_tokens=prompt_tokens)
     if params.get("do_remote_prefill") is True:
         stated = params.get("remote_num_tokens")
         if not isinstance(stated, int) or isinstance(stated, bool) or stated < 0:
             stated = prompt_tokens - 1
-        return replace(controls, awaits_tokens=min(stated, prompt_tokens))
+        return msgspec.structs.replace(controls, awaits_tokens=min(stated, prompt_tokens))
     return controls
 
 

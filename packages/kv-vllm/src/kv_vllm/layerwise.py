@@ -10,13 +10,12 @@ anyway: it is the only way to avoid a wrong answer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from kv_connect.engine import Engine
-from kv_connect.guard import PartOf, guarded
-from kv_connect.halves.layerwise import NONE_ENDED, LayerLoads, LayerwiseReport
-from kv_connect.halves.layerwise_promises import RanksReports
-from kv_connect.halves.step import StepPlan
+from kv_connect.engine import Engine, PartOf
+from kv_connect.guard import always, guarded
+from kv_connect.halves.layerwise import LayerLoads, RanksReports
+from kv_connect.halves.step import NO_REPORT, StepPlan, StepReport
 from kv_connect.pools import PoolPart
 from kv_core.errors import CopyFailed
 
@@ -25,7 +24,6 @@ from kv_core.errors import CopyFailed
 class LayerwiseStep:
     """The scheduler's message about layerwise loads with each plan, even to a worker that cannot read the plan.
 
-    blocks: the blocks that this step is to fill.
     requests: the requests whose layerwise loads are in the plan.
     pool: the part of the pool that the scheduler would promise from; None: workers know it, or nothing is promised.
     is_planned: whether the plan has the loads of all these blocks. False: something failed after they were promised.
@@ -41,11 +39,10 @@ class LayerwiseStep:
 class RankAnswer:
     """One rank's report on layerwise loads.
 
-    report: the loads that have ended.
     ready: for each pool, how many of its first bytes the rank can copy from.
     """
 
-    report: LayerwiseReport = NONE_ENDED
+    report: StepReport = NO_REPORT
     ready: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -63,7 +60,6 @@ class LayerwisePromised(PartOf):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._engine = engine
         self.requests: set[str] = set()
         self.accepted: set[str] = set()
         self.blocks: set[int] = set()
@@ -99,7 +95,7 @@ class LayerwisePromised(PartOf):
         self._idle_message = LayerwiseStep(pool=pool)
         return LayerwiseStep(blocks, requests, pool, is_planned=accepted.issubset(requests))
 
-    def receive(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
+    def receive(self, answers: Mapping[int, RankAnswer]) -> StepReport:
         """Add ranks' answers. Returns the loads that have now ended on all of them."""
         half, ready = self._engine.scheduler, self._engine.ready
         if half is not None and any(answer.report.failed for answer in answers.values()):
@@ -109,7 +105,7 @@ class LayerwisePromised(PartOf):
                 ready.receive(rank, answer.ready)
         reports = {rank: answer.report for rank, answer in answers.items()}
         report = self._reports.receive(reports, ranks=self._engine.share.ranks)
-        self._sent -= report.ended
+        self._sent -= report.finished
         return report
 
 
@@ -125,7 +121,6 @@ class LayerwiseRank(PartOf):
     def __init__(self, engine: Engine, *, is_asynchronous: bool) -> None:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
         super().__init__(engine)
-        self._engine = engine
         self._is_asynchronous = is_asynchronous
         self._last_answer = RankAnswer()
         self._is_planned = True
@@ -168,7 +163,7 @@ class LayerwiseRank(PartOf):
     def news(self) -> RankAnswer | None:
         """The report that the scheduler does not have yet; None: there is none."""
         answer = self._answer()
-        if not answer.report.ended and answer.ready == self._last_answer.ready:
+        if not answer.report.finished and answer.ready == self._last_answer.ready:
             return None
         self._last_answer = answer
         return answer
@@ -184,3 +179,39 @@ class LayerwiseRank(PartOf):
     def _follow(self, pool: PoolPart) -> None:
         if self._engine.pools is not None:
             self._engine.pools.follow(pool)
+
+
+class LayerPlace(NamedTuple):
+    """The number of one of our groups, and of a layer in it."""
+
+    group: int
+    layer: int
+
+
+class LayerHooks(PartOf):
+    """A worker's hooks. Layers not known here hold none of our chunks, or cannot be told apart."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._places: Mapping[str, LayerPlace] = {}
+        self._computes: dict[str, LayerPlace] = {}
+
+    def bound(self, places: Mapping[str, LayerPlace]) -> None:
+        """Set the place of each layer, by vLLM's names, layers that compute KV before layers that share it."""
+        self._places = places
+        first_names = {place: name for name, place in reversed(list(places.items()))}
+        self._computes = {name: place for place, name in first_names.items()}
+
+    @guarded(always(None))
+    def wait_for(self, layer_name: str) -> None:
+        """The forward pass reads this layer next."""
+        if self._engine.worker is not None:
+            place = self._places.get(layer_name)
+            self._engine.worker.layers.wait_for(None if place is None else place.layer)
+
+    @guarded(always(None))
+    def computed(self, layer_name: str, step: StepPlan) -> None:
+        """The forward pass has computed this layer, in a step that stores something."""
+        place = self._computes.get(layer_name)
+        if place is not None and self._engine.worker is not None:
+            self._engine.worker.stores.layer_computed(step, place.group, place.layer)

@@ -1,21 +1,24 @@
 """Candidate layouts of the tensors that vLLM passes to `register_kv_caches`, described for `kv_cuda`.
 
-Nothing is decided here. A candidate is an interpretation that the shapes allow; the canary finds the correct one.
+Nothing is decided here. A `KVCacheSpec` describes how vLLM manages the blocks of a group of layers, and becomes a
+`Coverage`, or the reason why the group is not cached. A candidate is an interpretation that the shapes allow; the
+canary finds the correct one (`kv_cuda.canary`, `kv_cuda.states`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final
 
 import torch
+from kv_connect.halves.request import EngineState
+from kv_core.coverage import ALL, STATE, Coverage
 from kv_core.errors import InputError
 from kv_cuda import PagedLayout, latent, split_parts, tiled_keys_and_values, transposed_keys
 from kv_cuda.canary import EngineUpdate, LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 
 from kv_vllm.interface import vllm_version
-from kv_vllm.needs import NeededLayers, needed_layers
-from kv_vllm.states import read_states
 
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's quantised caches with one byte per element and one scale per layer, and the dtype of the byte. Its other
@@ -27,6 +30,131 @@ _TILES: Final = {
 }
 """Tiles of K and of V, (tokens, dims), by the name of the layout. AMX: measured, for bfloat16 and for fp8 under a model
 of bfloat16. NEON: taken from vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeededLayers:
+    """Layers of one of vLLM's groups with one spec: they share a block table, perhaps with layers of other specs.
+
+    names: the names of the layers that have their own cache.
+    """
+
+    table: int
+    names: tuple[str, ...]
+    spec: Any
+    coverage: Coverage
+
+    def refused(self, why: str) -> Refusal:
+        return refused(self.table, self.spec, why)
+
+
+def refused(table: int, spec: Any, why: str) -> Refusal:
+    return Refusal(f"group {table} of this model's layers ({type(spec).__name__}) {why}")
+
+
+def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[NeededLayers] | Refusal:
+    """Every layer whose cache a prefix needs, by group and spec.
+
+    layers: vLLM's layers by name (`static_forward_context`).
+    """
+    needed: list[NeededLayers] = []
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue  # vLLM recreates it from another group after a load
+        if getattr(group, "host_resident", False):
+            return refused(
+                table, group.kv_cache_spec, "keeps its blocks in host memory, where vLLM manages them itself"
+            )
+        for spec, names in _by_spec(group):
+            coverage = coverage_of(spec)
+            if isinstance(coverage, str):
+                return refused(table, spec, coverage)
+            own_caches = tuple(name for name in names if not _shares(layers.get(name)))
+            if coverage is not None and own_caches:
+                needed.append(NeededLayers(table, own_caches, spec, coverage))
+    return needed or Refusal("this model keeps no KV")
+
+
+def coverage_of(spec: Any) -> Coverage | str | None:
+    """The coverage of layers with this spec, or why they cannot be cached; None: they have no cache."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        EncoderOnlyAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        RSWASpec,
+        SinkFullAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
+
+    kind = type(spec)
+    if kind is EncoderOnlyAttentionSpec:
+        return None
+    if kind is CrossAttentionSpec:
+        return (
+            "attends to an encoder's output for the request's audio or image, which is not part of the prefix that "
+            "keys name; encoder-decoder models run without this cache"
+        )
+    if kind in (MLAAttentionSpec, SlidingWindowMLASpec) and spec.tokens_per_state != 1:
+        return (
+            f"keeps one latent for {spec.tokens_per_state} tokens, and unfinished ones are in other layers; this "
+            "release caches latents of single tokens"
+        )
+    if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, RSWASpec):
+        if spec.non_causal:
+            return "is not causal: the KV of a token depends on the tokens after it"
+        return ALL  # reference windows (R-SWA) too: all tokens of a prompt see each other
+    if kind is SlidingWindowMLASpec and spec.bounded_replay:
+        return "has its window recomputed after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
+    if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
+        return Coverage("window", spec.sliding_window + spec.extra_retained_tokens)
+    if kind is ChunkedLocalAttentionSpec:
+        return Coverage("local", spec.attention_chunk_size)
+    if kind is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            return (
+                f"keeps no state at the ends of blocks (mamba_cache_mode {spec.mamba_cache_mode}); start with "
+                "--enable-prefix-caching --mamba-cache-mode align"
+            )
+        return STATE
+    return "is of a kind that this release does not support, and blocks stored in another way would be misread"
+
+
+def keeps_prompts_only(kv_cache_config: Any) -> bool:
+    """Whether the KV of generated tokens differs from what a prefill of them would compute: with a reference window
+    (R-SWA) a generated token sees the prompt and the last few tokens, and each token of a prompt all before it."""
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    groups = kv_cache_config.kv_cache_groups
+    return any(isinstance(spec, RSWASpec) for group in groups for spec, _ in _by_spec(group))
+
+
+def _by_spec(group: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Each spec of a group with the layers that have it. A group has one spec for all layers, or one for each."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        yield group.kv_cache_spec, list(group.layer_names)
+        return
+    by_spec: list[tuple[Any, list[str]]] = []
+    for name in group.layer_names:
+        spec = group.kv_cache_spec.kv_cache_specs.get(name)
+        if spec is None:
+            continue  # it uses another layer's cache and has no spec
+        names = next((known_names for known_spec, known_names in by_spec if known_spec == spec), None)
+        if names is None:
+            by_spec.append((spec, [name]))
+        else:
+            names.append(name)
+    yield from by_spec
+
+
+def _shares(layer: Any) -> bool:
+    """Whether this layer reads the cache of another one and writes none."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
 def read_groups(
@@ -100,7 +228,9 @@ def _read_group(
     }
     if tensors[0][0].numel() != (1 if mla else 2) * block_tokens * heads * head_dim:
         return needed.refused(f"has blocks of {tuple(shape[1:])}, which are not {block_tokens} tokens of {heads} heads")
-    candidates = tuple(mla_layouts(stride, sizes) if mla else layouts(stride, sizes))
+    candidates = (
+        (latent("vLLM MLA", block=stride[0], token=stride[2], **sizes),) if mla else tuple(layouts(stride, sizes))
+    )
     backend = f"{type(attention[0].impl).__name__}/{getattr(attention[0], 'isa', '')}"
     kind = ",".join(sorted(kinds))
     return LayerGroup(
@@ -141,10 +271,6 @@ def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -
 def _scales(layer: Any) -> tuple[float, float]:
     """The divisors of this layer's K and V before they become one byte."""
     return float(layer._k_scale_float), float(layer._v_scale_float)
-
-
-def mla_layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator[PagedLayout]:
-    yield latent("vLLM MLA", block=stride[0], token=stride[2], **sizes)
 
 
 def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator[PagedLayout]:
@@ -195,3 +321,91 @@ def _mla_update(attention: list[Any], tensors: tuple[torch.Tensor, ...]) -> Engi
         )
 
     return update
+
+
+def read_states(
+    vllm_config: Any, needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor], blocks: int
+) -> StateGroup | Refusal:
+    """The states of layers that share a block table, or why they cannot be cached.
+
+    vLLM provides each layer's blocks as bytes, and the layer itself takes its states from them (`MambaBase`). When vLLM
+    resumes from a state it also moves states between blocks (v1/worker/mamba_utils.py), with functions of the model
+    that define the bytes of a state. Ours must be the same.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    spec = needed.spec
+    tensors = tuple(kv_caches[name] for name in needed.names)
+    views = []
+    for name, tensor in zip(needed.names, tensors, strict=True):
+        states = getattr(layers.get(name), "kv_cache", None)
+        if not isinstance(states, tuple | list) or not all(isinstance(state, torch.Tensor) for state in states):
+            return needed.refused(f"has a layer, {name}, that does not show its states")
+        if [(tuple(state.shape[1:]), state.dtype) for state in states] != list(
+            zip(map(tuple, spec.shapes), spec.dtypes, strict=True)
+        ):
+            return needed.refused(f"has a layer, {name}, whose states are not those of its spec")
+        if (why := _why_other_bytes(vllm_config, spec, states)) is not None:
+            return needed.refused(f"has a layer, {name}, {why}")
+        if tensor.shape[0] != blocks:
+            return needed.refused(f"has {tensor.shape[0]} blocks in {name} where vLLM counts {blocks}")
+        views.append(tuple(states))
+    state_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    kinds = [f"{tuple(shape)}:{dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    return StateGroup(
+        tensors=tensors,
+        views=tuple(views),
+        state_bytes=state_bytes,
+        blocks=blocks,
+        table_tokens=spec.block_size,
+        origin=f"vllm-{vllm_version()}/{spec.mamba_type.name}/{'/'.join(kinds)}/{_order()}",
+        table=needed.table,
+    )
+
+
+def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tuple[EngineState, ...]:
+    """The states that vLLM offers in this step and that will be final when its forward pass has ended.
+
+    With speculation a step leaves one state for each guess, in consecutive blocks, and after sampling vLLM moves the
+    state of the last accepted token to its place (`postprocess_mamba_align_gpu`). The synchronous scheduler offers a
+    boundary in the step that reaches it, before that move, so the state read then may belong to a rejected guess; a
+    prompt's boundaries are reached without guesses. The asynchronous one does not know a step's tokens when it
+    schedules the next, and offers a boundary once its tokens are known, after the move.
+    """
+    offered = scheduler_output.kv_connector_block_state.boundary_state_offloads.get(request.request_id, ())
+    states = tuple(EngineState(*state) for state in offered)
+    if not states or vllm_config.speculative_config is None or vllm_config.scheduler_config.async_scheduling:
+        return states
+    if request.request_id in scheduler_output.scheduled_spec_decode_tokens:
+        return ()
+    return tuple(state for state in states if state.boundary <= request.num_prompt_tokens)
+
+
+def _order() -> str:
+    """The axis order of vLLM's convolution states, which an environment variable decides."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return "dim first" if is_conv_state_dim_first() else "dim last"
+
+
+def _why_other_bytes(vllm_config: Any, spec: Any, states: Any) -> str | None:
+    """None if vLLM, when it moves the state of a block, moves exactly the bytes of the layer's views."""
+    functions = _copy_functions(vllm_config, spec)
+    if functions is None:
+        return "of a model that does not say how vLLM copies its states"
+    if len(functions) != len(states):
+        return f"with {len(states)} states of which vLLM copies {len(functions)}"
+    for state, function in zip(states, functions, strict=True):
+        for block in (1, state.shape[0] - 1):
+            copied = function(state, [block], 0, 1)
+            if (copied.start_addr, copied.num_elements) != (state[block].data_ptr(), state[block].numel()):
+                return "whose states vLLM copies from places other than those that its layers show"
+    return None
+
+
+def _copy_functions(vllm_config: Any, spec: Any) -> Any | None:
+    from vllm.model_executor.models import ModelRegistry
+
+    config = vllm_config.model_config
+    model, _ = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
+    get = getattr(model, "get_mamba_state_copy_funcs", None)
+    return get({spec.mamba_type}).get(spec.mamba_type) if get is not None else None

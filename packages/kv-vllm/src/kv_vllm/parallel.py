@@ -6,20 +6,83 @@ load it. Each pipeline stage has its own layers, and so its own shards. Expert p
 cached. Parallelism over tokens is refused here, by name.
 """
 
+import gc
+import math
 import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kv_connect.nodes.ranks import RankShare, share_of
+from kv_connect.engine import Engine, PartOf
+from kv_connect.guard import always, guarded
+from kv_connect.nodes import FromNode, NodeAgent, RankShare, ToNodes, share_of
 from kv_connect.open_cache import Replica
 from kv_core.errors import ConfigError
+from kv_cuda.canary import Refusal
 from kv_tiers.settings import Settings
+from torch import nn
 
-from kv_vllm.heads import shards_of_ranks
+from kv_vllm.layouts import needed_layers
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 _REPLICA = re.compile(r"_dp(\d+)$")
 """The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration describes
 it as the only one."""
+
+
+def shards_of_ranks(ranks: int, kv_cache_config: Any, layers: Mapping[str, Any]) -> int:
+    """The number of different shards of this process's layers that `ranks` tensor-parallel ranks have.
+
+    vLLM divides a layer's KV heads between its ranks. With fewer heads than ranks, neighbouring ranks have the same
+    head. Its configuration reports one number of heads for the whole model, which need not be that of each layer, so it
+    decides nothing here. Where a rank has one head of a layer, only the projection that computes this layer's keys and
+    values tells how many ranks have the same one. Where it cannot be found, each rank counts as having its own: that is
+    right for every model, and costs room.
+
+    layers: vLLM's layers by name (`static_forward_context`).
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+    needed = needed_layers(kv_cache_config, layers)
+    if ranks == 1 or isinstance(needed, Refusal):
+        return ranks
+    with_one_head: list[Any] = []
+    for group in needed:
+        if isinstance(group.spec, MLAAttentionSpec | SlidingWindowMLASpec):
+            continue  # all ranks have the same latent
+        if not isinstance(group.spec, AttentionSpec) or group.spec.num_kv_heads != 1:
+            return ranks  # several heads: no two ranks have the same; states are divided more finely than heads
+        with_one_head += (layers.get(name) for name in group.names)
+    shards = 1
+    for total in _total_heads(with_one_head):
+        if not total or (ranks % total and total < ranks):
+            return ranks
+        shards = math.lcm(shards, min(total, ranks))
+    return shards
+
+
+def _total_heads(layers: Collection[Any]) -> list[int]:
+    """The number of KV heads that each of these attention layers has on all ranks together; 0: unknown.
+
+    An attention layer does not know its projection: both are parts of one module, which is found among this process's
+    objects because a connector has no access to the model.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    if not layers:
+        return []
+    totals: dict[int, set[int]] = {id(layer): set() for layer in layers}
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module):  # not `isinstance`, for which some objects run code
+            continue
+        parts = list(module.__dict__.get("_modules", {}).values())
+        for own in totals.keys() & map(id, parts):
+            projections = [getattr(part, "base_layer", part) for part in parts]  # under a LoRA's
+            totals[own].update(
+                each.total_num_kv_heads if each.num_kv_heads == 1 else 0
+                for each in projections
+                if isinstance(each, QKVParallelLinear)
+            )
+    return [next(iter(found)) if len(found) == 1 else 0 for found in totals.values()]
 
 
 def rank_share(vllm_config: Any, kv_cache_config: Any) -> RankShare:
@@ -111,3 +174,54 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
             f"the ranks of each data-parallel replica are on {parallel.nnodes_within_dp} machines: start kv-server on "
             "every machine and give its server.socket to the engine"
         )
+
+
+class NodeMail(PartOf):
+    """The messages of one connector, in either role.
+
+    On one node there are none.
+    """
+
+    def __init__(self, engine: Engine, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(engine)
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._agent: NodeAgent | None = None
+
+    # In the scheduler's process.
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the next step has a message to send."""
+        nodes = self._engine.nodes
+        return nodes is not None and nodes.has_unsent
+
+    @guarded(always(None), even_off=True)
+    def to_send(self) -> ToNodes | None:
+        """The message that goes with a step's plan."""
+        nodes = self._engine.nodes
+        return None if nodes is None else ToNodes(self._engine.terms, nodes.take())
+
+    def receive_answers(self, messages: Iterable[FromNode]) -> None:
+        if self._engine.nodes is not None:
+            self._engine.nodes.receive(messages)
+
+    # In the workers.
+
+    def registered(self) -> None:
+        """This worker's rank is known now. On each node except the scheduler's, the first rank answers for the node."""
+        if self._config.parallel_config.nnodes_within_dp > 1:
+            share = rank_share(self._config, self._kv_cache_config)
+            if share.node and share.is_first_here:
+                self._agent = NodeAgent(share, self._engine.served)
+
+    def receive(self, message: ToNodes) -> None:
+        """Handle the message that came with a step's plan, before the plan is executed."""
+        self._engine.agree(message.terms)
+        if self._agent is not None:
+            self._agent.receive(message.messages)
+
+    @guarded(lambda self: () if self._agent is None else self._agent.refuse_all())  # the cache of this node is off
+    def answers(self) -> tuple[FromNode, ...]:
+        """The answers that go with the step's output."""
+        return () if self._agent is None else self._agent.take()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kv_connect.identity.identity import Beside, ServedModel
+from kv_connect.identity import Beside, ServedModel
 
 from kv_vllm.parallel import draft_model
 

@@ -12,46 +12,55 @@ log (`disable_log_stats`) the figures are discarded, although vLLM still collect
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
 from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
 from kv_connect.halves.scheduler import SchedulerHalf
-from kv_connect.halves.worker import WorkerHalf
 from kv_server.remote_cache import RemoteCache
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _POOL_EVERY_S: Final = 1.0
 
-_OF_SCHEDULER: Final[Mapping[str, str]] = {
-    "lookups": "lookups",
-    "asked_tokens": "tokens_asked",
-    "found_tokens": "tokens_hit",
-    "declined_tokens": "tokens_declined",
-    "loaded_tokens": "tokens_loaded",
-    "loads": "loads",
-    "loads_failed": "loads_failed",
-    "loads_shared": "loads_shared",
-    "loads_refused": "loads_refused",
-    "states_refused": "states_refused",
-    "handovers_given": "handovers_given",
-    "handovers_taken": "handovers_taken",
-    "handovers_late": "handovers_late",
-}
-"""Figures of the scheduler half, by the fields of `SchedulerCounts`."""
-_OF_WORKER: Final[Mapping[str, str]] = {
-    "stored_tokens": "tokens_stored",
-    "loaded_bytes": "bytes_loaded",
-    "loaded_file_bytes": "bytes_loaded_from_files",
-    "stored_bytes": "bytes_stored",
-    "stores_failed": "stores_failed",
-    "dropped_chunks": "chunks_dropped",
-}
-"""Figures of a worker half, by the fields of `WorkerCounts`."""
+_OF_SCHEDULER: Final = (
+    "lookups",
+    "asked_tokens",
+    "found_tokens",
+    "declined_tokens",
+    "loaded_tokens",
+    "loads",
+    "loads_failed",
+    "loads_shared",
+    "loads_refused",
+    "states_refused",
+    "handovers_given",
+    "handovers_taken",
+    "handovers_late",
+)
+OF_WORKER: Final = (
+    "stored_tokens",
+    "loaded_bytes",
+    "loaded_file_bytes",
+    "stored_bytes",
+    "stores_failed",
+    "dropped_chunks",
+)
+"""The figures that each half counts."""
 _GAUGES: Final = {name for name, figure in FIGURES.items() if figure.kind == "gauge"}
+OFF: Final[Mapping[str, int]] = {"on": 0}
+"""Reported once by the scheduler half when the cache has been turned off."""
+_SOURCES: Final[Mapping[str, CacheHitSource]] = {
+    "host": CacheHitSource.HOST,
+    "dram": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "gds": CacheHitSource.DISK,
+}
+"""By a tier's type. Other tiers use vLLM's fallback, which also means "a remote store"."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -82,14 +91,14 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
 
 
 class CounterDeltas:
-    """Some counters of one half under the names of figures, as changes since the last call."""
+    """Figures that one half counts, as changes since the last call."""
 
-    def __init__(self, counts: object, named: Mapping[str, str]) -> None:
-        """named: by the name of each figure (at least two), the attribute of `counts` that counts it."""
+    def __init__(self, counts: object, names: Iterable[str]) -> None:
+        """names: of figures, at least two, which are attributes of `counts`."""
         self._counts = counts
-        self._names = tuple(named)
-        self._read = attrgetter(*named.values())
-        self._before: tuple[int, ...] = (0,) * len(named)
+        self._names = tuple(names)
+        self._read = attrgetter(*self._names)
+        self._before: tuple[int, ...] = (0,) * len(self._names)
 
     def take(self) -> dict[str, Any]:
         """The figures that have grown; empty if none has, as after most steps."""
@@ -112,8 +121,8 @@ class SchedulerFigures:
         self._pool_is_old = False
         self._has_reported_on = False
 
-    def take(self) -> Stats | None:
-        """None: nothing has changed."""
+    def take(self) -> dict[str, Any]:
+        """The figures that have changed."""
         data = self._changes.take()
         if not self._has_reported_on:
             self._has_reported_on = True
@@ -124,7 +133,7 @@ class SchedulerFigures:
         self._pool_is_old = self._pool_is_old or bool(data)
         if self._pool_is_old:
             data |= self._pool()
-        return Stats(data) if data else None
+        return data
 
     def _pool(self) -> dict[str, int]:
         if isinstance(self._cache, LocalCache):
@@ -137,22 +146,6 @@ class SchedulerFigures:
         self._pool_is_old = False
         pool = self._cache.pool
         return {"pool_used_bytes": used_slots * pool.slot_bytes, "pool_bytes": pool.slots * pool.slot_bytes}
-
-
-OFF: Final[Mapping[str, int]] = {"on": 0}
-"""Reported once by the scheduler half when the cache has been turned off."""
-
-
-class WorkerFigures:
-    """The figures that a worker half reports once per step."""
-
-    def __init__(self, half: WorkerHalf) -> None:
-        self._changes = CounterDeltas(half.counts, _OF_WORKER)
-
-    def take(self) -> Stats | None:
-        """None: nothing has changed."""
-        data = self._changes.take()
-        return Stats(data) if data else None
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -195,3 +188,23 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
         make = self._counter_cls if figure.kind == "counter" else gauge
         return make(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)
+
+
+class HitSources:
+    """The source in vLLM's terms for each tier of these settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        """A joined server has its own tiers: those that are named after their type are known here too."""
+        types = {str(tier.get("name") or tier["type"]): str(tier["type"]) for tier in settings.tiers}
+        unspecified = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, unspecified) for name, kind in types.items()}}
+
+    def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
+        """The tokens of a hit by source. If their number is not the one offered, the source is unknown."""
+        if tokens != sum(tokens_by_tier.values()):
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
+        tokens_by_source: dict[CacheHitSource, int] = {}
+        for tier, count in tokens_by_tier.items():
+            source = self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            tokens_by_source[source] = tokens_by_source.get(source, 0) + count
+        return tokens_by_source

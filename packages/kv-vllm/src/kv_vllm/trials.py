@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.request import RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
 
 

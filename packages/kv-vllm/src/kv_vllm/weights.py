@@ -23,12 +23,13 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import msgspec
 import torch
-from kv_connect.engine import Engine
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.identity.adapters import Unsure
-from kv_connect.identity.identity import LiveKeySpace, Origins, origins_of, sources_of
-from kv_connect.identity.weights import EngineWeights
+from kv_connect.adapters import Unsure
+from kv_connect.engine import Engine, EngineWeights
+from kv_connect.halves.request import RequestTokens
+from kv_connect.identity import LiveKeySpace, Origins, origins_of, sources_of
+from kv_connect.interface import observe
 from kv_core.log import limited_logger
 
 from kv_vllm.served import served_model
@@ -171,7 +172,7 @@ class VllmWeights(EngineWeights):
         loaded or stored for these requests."""
         for request_id, (request, tokens) in self._requests.items():
             if tokens.lora is not None and request.lora_request.lora_int_id == number:
-                controls = replace(tokens.controls, loads=False, stores=False)
+                controls = msgspec.structs.replace(tokens.controls, load=False, store=False)
                 self._requests[request_id] = request, replace(tokens, controls=controls)
 
     def close(self) -> None:
@@ -186,19 +187,16 @@ def watch_for_loading() -> None:
     """Have every engine of this process examine its model's files before it loads them. Idempotent."""
     from vllm.v1.executor.abstract import Executor
 
-    init: Callable[..., None] = Executor.__init__
-    if getattr(init, "_kv_watched", False):
-        return
+    def around(init: Any) -> Any:
+        def start(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            if vllm_config.kv_transfer_config is not None:
+                look_before_loading(vllm_config)
+                _EXECUTORS[str(vllm_config.kv_transfer_config.engine_id)] = self
+            init(self, vllm_config, *args, **kwargs)
 
-    @functools.wraps(init)
-    def start(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if vllm_config.kv_transfer_config is not None:
-            look_before_loading(vllm_config)
-            _EXECUTORS[str(vllm_config.kv_transfer_config.engine_id)] = self
-        init(self, vllm_config, *args, **kwargs)
+        return start
 
-    start._kv_watched = True  # type: ignore[attr-defined]
-    Executor.__init__ = start
+    observe(Executor, "__init__", around)
 
 
 def look_before_loading(vllm_config: Any) -> None:
@@ -317,13 +315,8 @@ def _watch(vllm_config: Any) -> None:
     from vllm.v1.executor.abstract import Executor
 
     _watch_pauses()
-    executor = Executor.get_class(vllm_config)
-    with _LOCK:
-        call: Callable[..., Any] = executor.collective_rpc
-        if getattr(call, "_kv_watched", False):
-            return
 
-        @functools.wraps(call)
+    def around(call: Any) -> Any:
         def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
             if _leaves_weights_alone(self, method) and method != "add_lora":
                 return call(self, method, *args, **kwargs)
@@ -337,29 +330,28 @@ def _watch(vllm_config: Any) -> None:
                 # Even if the call failed: some workers may have done it. Notified after it, as steps are planned then.
                 _notify(self, method, call_args)
 
-        collective_rpc._kv_watched = True  # type: ignore[attr-defined]
-        executor.collective_rpc = collective_rpc
+        return collective_rpc
+
+    observe(Executor.get_class(vllm_config), "collective_rpc", around)
 
 
 def _watch_pauses() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    reset: Callable[..., None] | None = getattr(EngineCore, "_reset_caches", None)
-    if reset is None or hasattr(reset, "_kv_watched"):
-        return
+    def around(reset: Any) -> Any:
+        def _reset_caches(self: Any, *args: Any, **kwargs: Any) -> None:
+            transfer = self.vllm_config.kv_transfer_config
+            engine_id = "" if transfer is None else str(transfer.engine_id)
+            _PAUSING.add(engine_id)
+            try:
+                reset(self, *args, **kwargs)
+            finally:
+                _PAUSING.discard(engine_id)
 
-    @functools.wraps(reset)
-    def _reset_caches(self: Any, *args: Any, **kwargs: Any) -> None:
-        transfer = self.vllm_config.kv_transfer_config
-        engine_id = "" if transfer is None else str(transfer.engine_id)
-        _PAUSING.add(engine_id)
-        try:
-            reset(self, *args, **kwargs)
-        finally:
-            _PAUSING.discard(engine_id)
+        return _reset_caches
 
-    _reset_caches._kv_watched = True  # type: ignore[attr-defined]
-    EngineCore._reset_caches = _reset_caches
+    if hasattr(EngineCore, "_reset_caches"):
+        observe(EngineCore, "_reset_caches", around)
 
 
 def _leaves_weights_alone(executor: Any, method: object) -> bool:

@@ -4,7 +4,7 @@ import sys
 
 from kv_sglang import cli
 
-from kv_blend.sglang.arguments import engine_arguments
+from kv_blend.sglang.plugin import engine_arguments
 
 if __name__ == "__main__":
     sys.exit(cli.main(package="kv_blend.sglang", make=engine_arguments))

@@ -18,9 +18,8 @@ import msgspec
 from kv_core.errors import InputError
 from kv_core.log import limited_logger
 
-from kv_blend.plan import FIELDS, KEY, BlendPlan, read_plan, segment_salt
-from kv_blend.sglang.arguments import blends
-from kv_blend.sglang.steps import GivenRun, alone, given_pages, phase_ends
+from kv_blend.plan import FIELDS, KEY, BlendPlan, GivenRun, alone, given_pages, phase_ends, read_plan, segment_salt
+from kv_blend.sglang.plugin import blends
 
 _log = limited_logger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from kv_connect.adapters import Unsure
 from kv_connect.guard import always, guarded
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.identity.adapters import Unsure
+from kv_connect.halves.request import RequestTokens
 from kv_cuda.canary import LayerGroup
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
@@ -23,11 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_blend.vllm.filling import Filler, Limits
 from kv_blend.vllm.forward import watch_runner
-from kv_blend.vllm.job import BlendMetadata
-from kv_blend.vllm.ranks import ranks_here
-from kv_blend.vllm.scheduler import BlendScheduler
-from kv_blend.vllm.stats import OF_COUNTS, BlendMetrics
-from kv_blend.vllm.worker import BlendWorker, refuse
+from kv_blend.vllm.scheduler import BLEND_FIGURES, BlendMetadata, BlendMetrics, BlendScheduler
+from kv_blend.vllm.worker import BlendWorker, ranks_here, refuse
 
 
 def _refuse_request(self: "KVBlendConnector", request: Any, *_arguments: Any) -> None:
@@ -90,7 +87,7 @@ class KVBlendConnector(KVTiersConnector):
         if half is not None and cache is not None:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
-            self._blend_figures = CounterDeltas(self._blend.counts, OF_COUNTS)
+            self._blend_figures = CounterDeltas(self._blend.counts, BLEND_FIGURES)
 
         def read_exact(request: Any) -> RequestTokens | Unsure | None:
             return None if self._is_blended(request) else read(request)

@@ -18,13 +18,11 @@ from kv_core.service import LoadFailed, ReadLease
 from kv_core.transfer import plan_transfer
 from kv_cuda.canary import LayerGroup
 
-from kv_blend.rotary import Rotation
-from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, proven_rotations
+from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
 from kv_blend.selection import Selection
 from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
-from kv_blend.vllm.job import BlendStep, SegmentStep
-from kv_blend.vllm.ranks import Ranks
-from kv_blend.vllm.worker import CannotBlendError, Filling, Together
+from kv_blend.vllm.scheduler import BlendStep, SegmentStep
+from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kv_connect.interface import observe
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -24,23 +25,21 @@ def watch_runner() -> None:
 
     vLLM passes a connector the cache's tensors, but not the model that fills them.
     """
-    initialize = GPUModelRunner.initialize_kv_cache
-    if getattr(initialize, "is_watched", False):
-        return
 
-    def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        _runners[:] = [self]
-        return initialize(self, *arguments, **named)
+    def around(initialize: Any) -> Any:
+        def watched(self: Any, *arguments: Any, **named: Any) -> Any:
+            _runners[:] = [self]
+            return initialize(self, *arguments, **named)
 
-    watched.is_watched = True  # type: ignore[attr-defined]
-    GPUModelRunner.initialize_kv_cache = watched
+        return watched
+
+    observe(GPUModelRunner, "initialize_kv_cache", around)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
     """Consecutive tokens of a sequence.
 
-    blocks: the sequence's block table.
     row: how many tokens of the sequence are before them.
     position: of the first one, for the model's positional embedding: equal to `row`, except where a layer's rotation is
         measured.

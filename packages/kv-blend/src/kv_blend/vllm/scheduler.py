@@ -1,47 +1,111 @@
 """The scheduler half of blending: finds a request's segments, and offers everything up to the last one's end."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final
 
+from kv_connect.figures import FIGURES, Figure
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
 from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Ended
 from kv_core.shape import ConnectShape
+from kv_vllm.stats import PromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt
-from kv_blend.vllm.job import BlendStep, SegmentStep
-from kv_blend.vllm.stats import BlendCounts
 
 _log = limited_logger(__name__)
 
+BLEND_FIGURES: Final[Mapping[str, Figure]] = {
+    "blend_requests": Figure("counter", "Requests with a plan whose segments were put in their places."),
+    "blend_refused": Figure("counter", "Requests with a plan that were computed whole instead."),
+    "blend_segment_tokens": Figure("counter", "Tokens of segments that were put in their places."),
+    "blend_held_tokens": Figure("counter", "Those of these tokens whose KV the cache held, behind whatever text."),
+    "blend_recomputed_tokens": Figure("counter", "Those of these tokens that were computed again in their context."),
+}
 
-@dataclass(slots=True)
-class _Segment:
-    """first, end: its tokens. digests, keys: of the chunks that have its KV. is_held: None until that is known."""
+
+@dataclass(frozen=True, slots=True)
+class SegmentStep:
+    """One segment of a request.
+
+    first, end: its tokens in the request.
+    digests: of the chunks that have its KV, as it is behind the plan's context. The first chunk may begin with tokens
+        of that context, and the last may be partial.
+    is_held: whether the cache had all of them.
+    """
 
     first: int
     end: int
     digests: tuple[bytes, ...]
-    keys: list[ChunkKey]
-    is_held: bool | None = None
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlendStep:
+    """One request.
+
+    tokens: up to the last segment's end.
+    computed: this many tokens at its start are in its blocks already.
+    space_id, tenant: of the segments' keys.
+    """
+
+    request_id: str
+    plan: BlendPlan
+    tokens: Sequence[int]
+    segments: tuple[SegmentStep, ...]
+    space_id: bytes
+    tenant: bytes
+    blocks: Sequence[int] = ()
+    computed: int = 0
+
+
+@dataclass(eq=False)
+class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step's messages: the exact half's, and blended requests'.
+
+    space_id: of the weights that the engine has now; empty if that is not known. Requests that were begun with others
+        are not blended.
+    """
+
+    exact: Any
+    steps: tuple[BlendStep, ...]
+    space_id: bytes
+
+
+@dataclass(slots=True)
+class BlendCounts:
+    """Of the scheduler half, under the names of `BLEND_FIGURES`."""
+
+    blend_requests: int = 0
+    blend_refused: int = 0
+    blend_segment_tokens: int = 0
+    blend_held_tokens: int = 0
+    blend_recomputed_tokens: int = 0
+
+
+class BlendMetrics(PromMetrics):
+    """The exact half's figures, and these."""
+
+    figures: ClassVar[Mapping[str, Figure]] = {**FIGURES, **BLEND_FIGURES}
 
 
 @dataclass(slots=True)
 class _Blended:
     """A request with a plan.
 
+    step: what the workers will be sent when its blocks are known.
+    keys: of each segment's chunks.
+    are_held: for each segment, whether the cache has these; None until that is known.
     report: what becomes of its tokens, for its answer.
     has_failed: the workers could not fill its blocks: it is computed whole.
     """
 
-    plan: BlendPlan
-    tokens: Sequence[int]
-    tenant: bytes
-    space_id: bytes
-    segments: list[_Segment] = field(default_factory=list)
+    step: BlendStep
+    keys: list[list[ChunkKey]]
+    are_held: list[bool | None]
     has_failed: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +137,7 @@ class BlendScheduler:
             except InputError as error:
                 _log.warning("request %s is computed as if it had no plan: %s", request_id, error)
                 self._reports[request_id] = {"refused": str(error)}
-                self.counts.refused += 1
+                self.counts.blend_refused += 1
                 self._requests[request_id] = None
         return self._requests[request_id] is not None
 
@@ -81,42 +145,31 @@ class BlendScheduler:
         """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being asked."""
         blended = self._requests[request_id]
         assert blended is not None
-        offered = blended.plan.end - computed
+        offered = blended.step.plan.end - computed
         if offered <= 0 or blended.has_failed:
             return 0
-        for number, segment in enumerate(blended.segments):
-            if segment.end <= computed or segment.is_held:
+        for number, segment in enumerate(blended.step.segments):
+            if segment.end <= computed or blended.are_held[number]:
                 continue
-            holder = self._holder(request_id, number)
-            plan = self._cache.lookup(segment.keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
+            holder, keys = self._holder(request_id, number), blended.keys[number]
+            plan = self._cache.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
             if plan.ended is Ended.PENDING:
                 return None
-            segment.is_held = plan.chunks == len(segment.digests)
+            blended.are_held[number] = plan.chunks == len(segment.digests)
         return offered
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """The engine has allocated blocks for the offered tokens."""
         blended = self._requests[request_id]
         assert blended is not None
-        computed = blended.plan.end - external_tokens
-        segments = [segment for segment in blended.segments if segment.end > computed]
-        steps = [SegmentStep(each.first, each.end, each.digests, bool(each.is_held)) for each in segments]
+        computed = blended.step.plan.end - external_tokens
+        known = zip(blended.step.segments, blended.are_held, strict=True)
+        segments = tuple(replace(each, is_held=bool(is_held)) for each, is_held in known if each.end > computed)
         self._loading.add(request_id)
-        self._steps.append(
-            BlendStep(
-                request_id,
-                blended.plan,
-                blended.tokens,
-                tuple(blocks),
-                computed,
-                tuple(steps),
-                blended.space_id,
-                blended.tenant,
-            )
-        )
+        self._steps.append(replace(blended.step, blocks=tuple(blocks), computed=computed, segments=segments))
         inside = [each.end - max(each.first, computed) for each in segments]
         held = sum(tokens for tokens, each in zip(inside, segments, strict=True) if each.is_held)
-        again = sum(blended.plan.recomputed(each.end - each.first) for each in segments)
+        again = sum(blended.step.plan.recomputed(each.end - each.first) for each in segments)
         blended.report = {"segment_tokens": sum(inside), "held_tokens": held, "recomputed_tokens": again}
 
     @property
@@ -145,11 +198,11 @@ class BlendScheduler:
         if failed:
             blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
             blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
-            self.counts.refused += 1
+            self.counts.blend_refused += 1
         else:
-            self.counts.requests += 1
+            self.counts.blend_requests += 1
             for name, tokens in blended.report.items():
-                setattr(self.counts, name, getattr(self.counts, name) + tokens)
+                setattr(self.counts, f"blend_{name}", getattr(self.counts, f"blend_{name}") + tokens)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns the report for its answer; None: it had no plan."""
@@ -186,22 +239,23 @@ class BlendScheduler:
                 f"{self._max_tokens} at once (max_num_batched_tokens): divide it"
             )
         tag = tenant_tag(tenant) if tenant else NO_TENANT
-        blended = _Blended(plan, tokens, tag, space.fingerprint)
         context, scheme = plan.context_tokens, self._shape.scheme
+        segments, keys = [], []
         for first, end in plan.segments:
             sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant)))
             sequence.append([*tokens[:context], *tokens[first:end]])
             tail = sequence.tail_digest()
             digests = [*sequence.digests, *([] if tail is None else [tail])][context // scheme.chunk_tokens :]
-            keys = keys_in(space.fingerprint, digests, shards=range(self._shape.shards), tenant=tag)
-            blended.segments.append(_Segment(first, end, tuple(digests), keys))
-        return blended
+            keys.append(keys_in(space.fingerprint, digests, shards=range(self._shape.shards), tenant=tag))
+            segments.append(SegmentStep(first, end, tuple(digests)))
+        step = BlendStep(request.request_id, plan, tokens, tuple(segments), space.fingerprint, tag)
+        return _Blended(step, keys, [None] * len(keys))
 
     def _holder(self, request_id: str, number: int) -> str:
         return f"{self._name}/blend/{number}/{request_id}"
 
     def _release(self, request_id: str, blended: _Blended) -> None:
-        for number, segment in enumerate(blended.segments):
-            if segment.is_held is not None:
+        for number, is_held in enumerate(blended.are_held):
+            if is_held is not None:
                 self._cache.end(self._holder(request_id, number))
-                segment.is_held = None
+                blended.are_held[number] = None

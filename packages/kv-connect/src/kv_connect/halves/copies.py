@@ -8,13 +8,16 @@ The copy then counts as failed and still in flight, and the event is queried aga
 stay leased until this process ends.
 """
 
+import time
 from collections.abc import Iterable
+from typing import Final
 
 from kv_core.device import CopyEvent
 from kv_core.errors import CopyFailed
 from kv_core.log import limited_logger
 
 _log = limited_logger(__name__)
+_ASK_AGAIN_S: Final = 0.05
 
 
 class Copies:
@@ -62,3 +65,17 @@ class Copies:
             _log.error("it is unknown whether a copy has ended; its memory stays reserved until it is known: %r", error)
             self.fail(error)
             return False
+
+
+def await_copies(events: Iterable[CopyEvent]) -> None:
+    """Return once every copy has stopped, so that its slots may be released (`kv_connect.halves.copies`), however long
+    that takes.
+
+    Raises:
+        CopyFailed: bytes are not where they should be.
+    """
+    copies = Copies(events)
+    while not copies.have_stopped(wait=True):
+        time.sleep(_ASK_AGAIN_S)
+    if copies.failure is not None:
+        raise CopyFailed(str(copies.failure)) from copies.failure

@@ -46,7 +46,6 @@ class _Leased:
     """Chunks in files, for one holder.
 
     keys: the chunks after the hit in the pool. first: the number of the first one.
-    began_s: when the lease was requested.
     extents: where they are, as far as all are in files; None: not known yet.
     is_void: some of them have been forgotten since.
     lease: the tier's. failed: those of its chunks that could not be read.

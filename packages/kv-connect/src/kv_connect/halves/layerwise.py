@@ -8,15 +8,17 @@ forward pass waits for it. Only if that fails too, or if the failure shows after
 reports that the step was wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from kv_core.device import CopyEvent, LayerwiseCopier
+from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.transfer import TransferPlan
+from kv_core.service import CacheService, Holder, ReadLease
+from kv_core.transfer import HostExtent, TransferPlan
 
 from kv_connect.halves.copies import Copies
+from kv_connect.halves.step import NO_REPORT, StepReport
 
 _log = limited_logger(__name__)
 
@@ -25,7 +27,6 @@ _log = limited_logger(__name__)
 class _StepLoads:
     """The layerwise loads of one step.
 
-    requests: the requests whose chunks are loaded.
     plan: all their copies; None: they could not be planned.
     layers: for each layer, the event that its bytes have arrived.
     copies: all that were begun, and may still be in flight.
@@ -41,18 +42,6 @@ class _StepLoads:
     waits: int = 0
     is_retried: bool = False
     failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerwiseReport:
-    """Requests whose layerwise loads have ended; their chunks are no longer read. failed: those that failed."""
-
-    ended: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
-
-
-NONE_ENDED: Final = LayerwiseReport()
-"""The report of nearly every step."""
 
 
 class LayerLoads:
@@ -110,10 +99,10 @@ class LayerLoads:
         self._ending.append(batch)
         return not batch.failure
 
-    def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
+    def take_ended(self, *, wait: bool = False) -> StepReport:
         """Loads that have ended among those whose forward pass is over. wait: wait for all copies first."""
         if not self._ending:
-            return NONE_ENDED
+            return NO_REPORT
         ended: set[str] = set()
         failed: set[str] = set()
         for batch in list(self._ending):
@@ -123,14 +112,14 @@ class LayerLoads:
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
         self.expected -= ended
-        return LayerwiseReport(frozenset(ended), frozenset(failed))
+        return StepReport(frozenset(ended), frozenset(failed))
 
-    def give_up(self) -> LayerwiseReport:
+    def give_up(self) -> StepReport:
         """After `close`: all loads that are still expected count as failed."""
         if not self.expected:
-            return NONE_ENDED
+            return NO_REPORT
         ended, self.expected = frozenset(self.expected), set()
-        return LayerwiseReport(ended, ended)
+        return StepReport(ended, ended)
 
     def close(self) -> bool:
         """Wait for every copy, and forget all loads. False: copies may still be in flight."""
@@ -162,3 +151,53 @@ class LayerLoads:
     def _note_failure(self, batch: _StepLoads) -> None:
         if batch.copies.failure is not None:
             batch.failure = batch.failure or str(batch.copies.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseRule:
+    """Which loads the scheduler half promises for the step itself.
+
+    The chunks are leased a second time, in addition to the request's promise, with all shards of each. A rank copies
+    its own shard (`kv_connect.halves.layerwise`) and takes no lease, which could be refused when it is too late to
+    report that.
+
+    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays no
+        other request.
+    is_ready: whether memory of the pool is ready for the devices of all ranks (`LayerwiseCopier.prepare`). False: it
+        is not, and the load runs between steps.
+    """
+
+    always: bool
+    is_ready: Callable[[Sequence[HostExtent]], bool]
+
+    def lease(self, service: CacheService, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | None:
+        """Lease everything that a load needs to succeed; None: a chunk, or memory for it, is not available."""
+        lease = service.load(keys, holder, lasting=True)
+        if not isinstance(lease, ReadLease):
+            return None
+        if self.is_ready(lease.extents):
+            return lease
+        service.release(lease)
+        return None
+
+
+class RanksReports:
+    """Which loads have ended on all ranks. Each rank reports its own copies, in whichever step they end."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, set[int]] = {}
+        self._failed: set[str] = set()
+
+    def receive(self, by_rank: Mapping[int, StepReport], *, ranks: int) -> StepReport:
+        """Add these reports. Returns the loads that have now ended on all of `ranks` ranks; failed: those that failed
+        on any."""
+        for rank, report in by_rank.items():
+            self._failed |= report.failed
+            for request_id in report.finished:
+                self._ended.setdefault(request_id, set()).add(rank)
+        ended = {request_id for request_id, ended_ranks in self._ended.items() if len(ended_ranks) == ranks}
+        for request_id in ended:
+            del self._ended[request_id]
+        failed = self._failed & ended
+        self._failed -= failed
+        return StepReport(frozenset(ended), frozenset(failed))

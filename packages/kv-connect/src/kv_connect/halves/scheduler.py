@@ -6,25 +6,196 @@ until the request loads them, declines, is preempted, aborted or finished. Engin
 """
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from math import inf
+from typing import Final
 
-from kv_core.clock import HandClock
+from kv_core.clock import Clock, HandClock
 from kv_core.errors import MisuseError
+from kv_core.hashing import Digest
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Ended, Holder, LookupPlan, ReadLease
 from kv_core.shape import ConnectShape
 from kv_core.transfer import packed
 
-from kv_connect.halves.admission import StateAdmission, StateKind
-from kv_connect.halves.counts import SchedulerCounts
+from kv_connect.figures import SchedulerCounts
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.handover import HandOvers
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.layerwise_promises import LayerwiseRule
-from kv_connect.halves.request import AWAITED, HOLDING, Phase, RequestEvent, advance
+from kv_connect.halves.layerwise import LayerwiseRule
+from kv_connect.halves.request import (
+    AWAITED,
+    HOLDING,
+    Awaited,
+    Phase,
+    RequestEvent,
+    RequestTokens,
+    Scheduled,
+    Tracked,
+    advance,
+)
 from kv_connect.halves.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
-from kv_connect.halves.tracked import Tracked
+
+MIN_TAIL_TOKENS: Final = 16
+"""A last chunk of fewer tokens is not stored: computing them takes no longer than a step does anyway."""
+_FIRST_RETRY_S: Final = 0.002
+_MAX_RETRY_S: Final = 0.008
+"""An otherwise idle engine asks in every step, so this is how late the last chunk may be noticed."""
+_PRIOR_STATES: Final = 8.0
+_MIN_WORTH: Final = 1 / 8
+"""Fraction of the best kind's hits below which a kind is not worth storing."""
+_TRY_EVERY: Final = 16
+"""Of a kind that is not worth storing, one state in this many is stored anyway."""
+_MAX_REMEMBERED: Final = 1 << 16
+_HALVE_ABOVE: Final = 1024.0
+_NEVER: Final = 1 << 62
+
+
+class HandOvers:
+    """The hand-overs of one engine. Used on the scheduler's thread; per-request state is in `Tracked`.
+
+    A hand-over is a hit in a shared cache (docs/adr/0011), so there is little to add. The prefill engine also stores
+    the last, partial chunk, under the digest of exactly those tokens, and has all chunks held in the pool until they
+    are read. The decode engine knows how many tokens to expect. While some of them are still being written it repeats
+    its lookup, for a bounded time, and then computes what has not arrived.
+    """
+
+    def __init__(self, shape: ConnectShape, clock: Clock, *, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
+        """wait_s: how long a request may wait for the chunks that it expects. hold_s: how long chunks that are handed
+        over stay in the pool unless they are read earlier."""
+        self._shape = shape
+        self._clock = clock
+        self._wait_s = wait_s
+        self._hold_ms = round(hold_s * 1000)
+
+    # On the prefill side.
+
+    def hold_ms(self, request: RequestTokens) -> int:
+        """How long this request's chunks are held in the pool for another engine; 0: they are not held."""
+        return self._hold_ms if request.controls.hands_over_tokens else 0
+
+    def tail_to_store(self, request: RequestTokens, tracked: Tracked | None, computed_tokens: int) -> int:
+        """The number of tokens of the last, partial chunk if this step completes it and it is to be stored; else 0.
+
+        A hit is a whole number of chunks for windows and states, so only models without them have such chunks.
+        """
+        tokens = request.controls.hands_over_tokens
+        if not tokens or computed_tokens != tokens or not self._cuts or not self._shape.stores:
+            return 0
+        if tracked is not None and (tracked.stored_tail_tokens or tracked.mixed):
+            return 0
+        tail = tokens % self._shape.chunk_tokens
+        return tail if tail >= MIN_TAIL_TOKENS and request.controls.storable(tokens) == tokens else 0
+
+    # On the decode side.
+
+    def tail_to_load(self, request: RequestTokens, tracked: Tracked) -> Digest:
+        """The digest of the last, partial chunk that this request expects; empty: it expects none. All of the
+        request's tokens have been hashed."""
+        keys, tokens = tracked.keys, request.controls.awaits_tokens
+        is_whole_prompt = tokens == keys.tokens and tokens % self._shape.chunk_tokens >= MIN_TAIL_TOKENS
+        return (keys.tail_digest() or b"") if self._cuts and is_whole_prompt else b""
+
+    def is_early(self, tracked: Tracked) -> bool:
+        """Whether it is too soon to ask the cache again."""
+        awaited = tracked.awaited
+        return awaited is not None and self._clock.now_s() < min(awaited.retry_at_s, awaited.until_s)
+
+    def lacks(self, request: RequestTokens, tracked: Tracked) -> bool:
+        """Whether chunks that the request expects are missing.
+
+        The request does not name the states that are stored, so the groups that need the whole prefix stand for all.
+        """
+        chunk_tokens, tokens = self._shape.chunk_tokens, request.controls.awaits_tokens
+        if self._shape.chunk.is_plain:
+            return tracked.promised_chunks < tokens // chunk_tokens + bool(tracked.tail)
+        wanted_chunks = min(tokens, tracked.keys.tokens - 1) // chunk_tokens
+        held_chunks = max(tracked.promised_chunks, tracked.junction // chunk_tokens)
+        return bool(self._shape.chunk.whole_groups) and held_chunks < wanted_chunks
+
+    def awaits(self, request: RequestTokens, tracked: Tracked, costs: EngineCosts | None) -> bool:
+        """Whether to ask the cache again before the request is computed or loaded. It waits once, and never for longer
+        than computing what is missing would take, where that is known."""
+        if tracked.has_awaited or not request.controls.awaits_tokens:
+            return False
+        awaited, tracked.awaited = tracked.awaited, None
+        now_s = self._clock.now_s()
+        if awaited is None:
+            learnt = None if costs is None else costs.of(0)
+            missing_from = tracked.promised_chunks * self._shape.chunk_tokens
+            compute_s = None if learnt is None else learnt.compute_s(missing_from, request.controls.awaits_tokens)
+            awaited = Awaited(now_s + min(self._wait_s, inf if compute_s is None else compute_s), 0.0, _FIRST_RETRY_S)
+        if now_s >= awaited.until_s or not self.lacks(request, tracked):
+            tracked.has_awaited = True
+            return False
+        awaited.retry_at_s = now_s + awaited.retry_s
+        awaited.retry_s = min(2 * awaited.retry_s, _MAX_RETRY_S)
+        tracked.awaited = awaited
+        return True
+
+    def is_taken(self, request: RequestTokens, tracked: Tracked) -> bool:
+        """Whether the holds on chunks handed over to this request can now end, because it has its own lease on those
+        that it loads. Notes that it was asked: True at most once per request."""
+        is_first = request.controls.awaits_tokens > 0 and not tracked.has_taken
+        tracked.has_taken = tracked.has_taken or is_first
+        return is_first
+
+    @property
+    def _cuts(self) -> bool:
+        return self._shape.cuts_chunks and self._shape.chunk.is_plain
+
+
+class StateKind(Enum):
+    __hash__ = object.__hash__  # as in `kv_connect.halves.request.Phase`
+    JUNCTION = "prompts diverge here"
+    TAIL = "the last whole chunk of a prompt"
+    STEP = "a forward pass happened to end here"
+
+
+_PRIOR_HITS: Final = {StateKind.JUNCTION: 8.0, StateKind.TAIL: 8.0, StateKind.STEP: 1.0}
+"""Prior: hits per 8 states that each kind is assumed to bring before anything is known."""
+
+
+class StateAdmission:
+    """One scheduler's statistics. Constant time per call, bounded memory.
+
+    A state is as large as many chunks, serves hits at one boundary only, and most are never requested. Marconi (Pan et
+    al., MLSys 2025) stores those at which prompts diverge and those at which a conversation ends, and no others. Here
+    each kind has to earn its room: the hits per stored state of a kind are compared with those of the best kind. A kind
+    that does not pay is still stored now and then, so that a change is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._stored = dict.fromkeys(StateKind, _PRIOR_STATES)
+        self._hits = dict(_PRIOR_HITS)
+        self._refused = dict.fromkeys(StateKind, 0)
+        self._kind_of: OrderedDict[bytes, StateKind] = OrderedDict()  # by digest, the oldest first
+
+    def admits(self, digest: bytes, kind: StateKind) -> bool:
+        """Whether to store the state at the end of this chunk. If so, it is counted as stored."""
+        if self.worth(kind) < _MIN_WORTH * max(map(self.worth, StateKind)):
+            self._refused[kind] += 1
+            if self._refused[kind] % _TRY_EVERY:
+                return False
+        if digest not in self._kind_of:
+            self._stored[kind] += 1
+            if self._stored[kind] > _HALVE_ABOVE:
+                self._stored[kind] /= 2
+                self._hits[kind] /= 2
+        self._kind_of[digest] = kind
+        if len(self._kind_of) > _MAX_REMEMBERED:
+            self._kind_of.popitem(last=False)
+        return True
+
+    def hit(self, digest: bytes) -> None:
+        """A load ended at this chunk."""
+        if (kind := self._kind_of.get(digest)) is not None:
+            self._hits[kind] += 1
+
+    def worth(self, kind: StateKind) -> float:
+        """Recent hits per stored state of this kind."""
+        return self._hits[kind] / self._stored[kind]
 
 
 class SchedulerHalf:
@@ -95,7 +266,7 @@ class SchedulerHalf:
             self._move(request.request_id, tracked, RequestEvent.MISS)
             return 0
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
-        may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
+        may_load = self._shape.loads and request.controls.load and usable - computed_tokens >= worthwhile
         if may_load and in_whole_blocks:
             if self._handovers.is_early(tracked):
                 return None
@@ -269,7 +440,7 @@ class SchedulerHalf:
                 self.costs.load_ended(request_id, failed=request_id in failed)
             if request_id in awaited:
                 tracked = self._tracked[request_id]
-                self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
+                self.counts.loaded_tokens += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, RequestEvent.LOADED)
 
     def not_filled(self, request_id: str, first_token: int, *, judged: int) -> None:
@@ -425,7 +596,7 @@ class SchedulerHalf:
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
         if self.costs is not None:
-            stores = self._shape.stores and controls.stores
+            stores = self._shape.stores and controls.store
             rule = self._layerwise
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
             costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
@@ -433,7 +604,7 @@ class SchedulerHalf:
             keys,
             self._holder(request.request_id),
             shape=shape,
-            wait_for_promotion=tracked.may_wait and controls.promotes,
+            wait_for_promotion=tracked.may_wait and controls.promote,
             costs=costs,
             tiers=controls.tiers,
             reads_files=True,
@@ -494,10 +665,10 @@ class SchedulerHalf:
                 self.counts.handovers_taken += 1
                 self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
-            self.counts.tokens_asked += max(0, usable - computed_tokens)
+            self.counts.asked_tokens += max(0, usable - computed_tokens)
             hit = max(0, min(tracked.promised_chunks * self._shape.chunk_tokens, usable) - computed_tokens)
-            self.counts.tokens_hit += hit
-            self.counts.tokens_declined += 0 if tracked.pays else hit
+            self.counts.found_tokens += hit
+            self.counts.declined_tokens += 0 if tracked.pays else hit
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0
@@ -565,3 +736,54 @@ class SchedulerHalf:
             tracked.store_again()
         if tracked.phase is Phase.GONE:
             del self._tracked[request_id]
+
+
+class QuietSteps:
+    """The quiet steps of one scheduler. Not thread-safe.
+
+    Most steps of an engine decode one token for each request. After a step in which all requests were examined, it is
+    known how many more tokens each needs before something of it could be stored. The smallest of these numbers says how
+    many of the following steps are quiet. So a step costs the same for one request as for hundreds.
+    """
+
+    def __init__(self, shape: ConnectShape) -> None:
+        self._shape = shape
+        self._quiet_tokens = 0
+
+    def passes(self, tokens: int) -> bool:
+        """Whether a step that computes at most `tokens` tokens of any request completes nothing. It may contain only
+        requests that were examined.
+        """
+        self._quiet_tokens -= tokens
+        return self._quiet_tokens > 0
+
+    def begin(self) -> None:
+        """Begin a step in which every request is examined."""
+        self._quiet_tokens = _NEVER
+
+    def looked_at(self, request: RequestTokens, computed_tokens: int) -> None:
+        """A request of that step was examined: after the step it has `computed_tokens`, and the chunks that they
+        complete are stored."""
+        if (needed := tokens_to_store(self._shape, request, computed_tokens)) < self._quiet_tokens:
+            self._quiet_tokens = needed
+
+    def end(self) -> None:
+        """Something other than tokens has changed: examine every request in the next step."""
+        self._quiet_tokens = 0
+
+
+def tokens_to_store(shape: ConnectShape, request: RequestTokens, computed_tokens: int) -> int:
+    """The least number of further tokens of this request after which a step may have a chunk of it to store.
+
+    A computed chunk whose last tokens are not known yet (in a step scheduled ahead) may be stored by any step.
+    """
+    needed, chunk_tokens = _NEVER, shape.chunk_tokens
+    limit = request.controls.storable(request.keep_tokens) if shape.stores else 0
+    boundary = (computed_tokens // chunk_tokens + 1) * chunk_tokens
+    if boundary <= limit:
+        needed = boundary - computed_tokens
+    if min(computed_tokens, limit) // chunk_tokens > request.kept_tokens // chunk_tokens:
+        needed = 1
+    if request.controls.hands_over_tokens > computed_tokens:
+        needed = min(needed, request.controls.hands_over_tokens - computed_tokens)
+    return needed

@@ -11,21 +11,23 @@ is reported twice was computed in parts, or recomputed, so it is gathered once m
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 from kv_core.device import CopyEvent, LayerwiseCopier, LayerwiseStore
 from kv_core.errors import CopyFailed, KVError
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, StoreOptions, WriteLease
-from kv_core.shape import ConnectShape, stored_from, without_holes
+from kv_core.shape import NO_BLOCK, ConnectShape, stored_from, without_holes
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, packed, plan_transfer
 
+from kv_connect.figures import WorkerCounts
 from kv_connect.halves.copies import Copies
-from kv_connect.halves.counts import WorkerCounts
 from kv_connect.halves.step import StepPlan, StoreStep
 
 _log = limited_logger(__name__)
@@ -61,10 +63,7 @@ class _StorePart:
 class _Store:
     """A request's chunks in flight to the pool, over all groups.
 
-    number: the number of the plan that stores them.
-    lease: the lease on their slots.
-    nbytes: the size of their payloads.
-    tokens: the tokens of one group's chunks, as `WorkerCounts.tokens_stored` counts them.
+    tokens: the tokens of one group's chunks, as `WorkerCounts.stored_tokens` counts them.
     trial: the trial that it has to stand before it is committed; 0: none.
     parts: the parts still to be gathered; none once all copies have begun.
     copies: those that have begun. A failure aborts the store, once all of them have stopped.
@@ -117,7 +116,8 @@ class Stores:
         self._counted_group = next(iter(shape.chunk.whole_groups), 0)
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
-        """The forward pass of this plan's step has computed this layer of this group."""
+        """The forward pass of this plan's step has computed this layer of this group: begin to store it, if layers are
+        stored singly."""
         if not self._by_layers or not self._copiers:
             return
         if self._begun is not plan:
@@ -150,8 +150,12 @@ class Stores:
         self._give_up_begun("the forward pass has failed")
         self._plan_number, self._begun = plan.number, None
 
-    def finish(self, *, wait: bool) -> None:
-        """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Publish what has been gathered.
+
+        wait: wait for all copies; the engine may then reuse the blocks. False: the engine holds the blocks until
+            `through` shows that they are no longer needed.
+        """
         for store in tuple(self._storing):
             if store.parts or not store.copies.have_stopped(wait=wait):
                 continue
@@ -164,11 +168,12 @@ class Stores:
                 self._remove(store)
                 self._service.commit(store.lease)
                 self._counts.chunks_stored += len(store.lease.keys)
-                self._counts.bytes_stored += store.nbytes
-                self._counts.tokens_stored += store.tokens
+                self._counts.stored_bytes += store.nbytes
+                self._counts.stored_tokens += store.tokens
 
     def judge(self, trial: int, *, passed: bool) -> None:
-        """Commit the stores of this trial once their copies are complete, if it was passed; else discard them."""
+        """Commit the stores of this trial (`StepPlan.trial`) once their copies are complete, if it was passed, that is,
+        if others filled the blocks that they promised to fill; else discard them. Nothing to do with `kv judge`."""
         for store in self._storing:
             if store.trial == trial:
                 store.trial = 0
@@ -332,10 +337,87 @@ class Stores:
                 fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
             if fitting < len(lease.keys):
                 self._service.release(lease)
-                self._counts.chunks_dropped += len(lease.keys) - fitting
+                self._counts.dropped_chunks += len(lease.keys) - fitting
                 leading = keys[: keys.index(lease.keys[fitting])]
                 lease = begin(leading) if fitting else None
         if lease is not None and not lease.keys:
             self._service.release(lease)
             return None
         return lease
+
+
+class EngineBlocks(Protocol):
+    """The engine's blocks by number, which owners other than requests can share."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Become a further owner of these blocks: they are not reused until they are released."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Stop owning these blocks, listed in the order in which they should be reused."""
+
+    def is_ours_alone(self, block: int) -> bool:
+        """Whether this block has no other owner."""
+
+
+class HeldBlocks:
+    """The held blocks of one engine. Not thread-safe: used on the scheduler's thread.
+
+    A copy off a device continues while the engine runs. Meanwhile the request may end, be preempted, or move its window
+    past the block, and the engine would give the block to another request, whose forward pass overwrites it. Blocks are
+    therefore held from the moment at which a step's stores are planned, while the request still owns them, and released
+    when all workers have acknowledged that plan and those before it, whatever has become of the request.
+    """
+
+    def __init__(self, engine: EngineBlocks, shape: ConnectShape, *, ranks: int) -> None:
+        """ranks: how many workers there are."""
+        self._engine = engine
+        kinds = {group.table: group.coverage.kind for group in shape.groups}
+        # A state is stored from the block that the engine names; the engine may move the rest of its table.
+        self._whole_tables = [table for table, kind in kinds.items() if kind != "state"]
+        self._acknowledged = dict.fromkeys(range(ranks), 0)
+        self._plans: deque[tuple[int, list[int]]] = deque()
+        self._holds: dict[int, int] = {}  # for each block, the number of the last plan that reads it
+        self.number = 0
+
+    def hold(self, plan: StepPlan) -> StepPlan:
+        """The plan with its number; the blocks that its stores read are held from now on."""
+        if plan.stores:
+            blocks = list(dict.fromkeys(block for store in plan.stores for block in self._blocks(store)))
+            self._engine.hold([block for block in blocks if block not in self._holds])
+            self.number += 1
+            self._holds.update(dict.fromkeys(blocks, self.number))
+            self._plans.append((self.number, blocks))
+        return replace(plan, number=self.number)
+
+    def acknowledge(self, through: Mapping[int, int]) -> None:
+        """Workers have reported, by rank, that they have finished this plan and all before it. Repeats are harmless."""
+        for rank, number in through.items():
+            self._acknowledged[rank] = max(number, self._acknowledged[rank])
+        acknowledged = min(self._acknowledged.values())
+        while self._plans and self._plans[0][0] <= acknowledged:
+            number, blocks = self._plans[0]
+            free = [block for block in blocks if self._holds[block] == number]
+            # The engine should reuse the end of a prefix first: it is worth least. If this raises, the next call tries
+            # again.
+            self._engine.give_back(free[::-1])
+            self._plans.popleft()
+            for block in free:
+                del self._holds[block]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks are held, so that the engine has to go on stepping to get them back."""
+        return bool(self._plans)
+
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks that are held."""
+        return set(self._holds)
+
+    def will_free(self) -> bool:
+        """Whether the engine gets free blocks if it waits until the held ones are released."""
+        return any(map(self._engine.is_ours_alone, self._holds))
+
+    def _blocks(self, store: StoreStep) -> list[int]:
+        blocks = [block for table in self._whole_tables for block in store.blocks[table] if block != NO_BLOCK]
+        return blocks + [state.block for state in store.states]

@@ -17,10 +17,10 @@ from kv_core.service import CacheService, LoadFailed, ReadLease
 from kv_core.shape import NO_BLOCK, ConnectShape, load_from
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, plan_transfer
 
+from kv_connect.figures import WorkerCounts
 from kv_connect.halves.copies import Copies
-from kv_connect.halves.counts import WorkerCounts
 from kv_connect.halves.direct_reads import DirectReads
-from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
+from kv_connect.halves.layerwise import LayerLoads
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
 from kv_connect.halves.stores import Stores
 
@@ -31,7 +31,6 @@ _log = limited_logger(__name__)
 class _Load:
     """One request's load, over all groups.
 
-    step: what is to be loaded, and where.
     lease: the lease on all its chunks; None if it was refused.
     copies: those into each group's blocks.
     file_keys: the chunks that are read in files, and `read` their read.
@@ -102,7 +101,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self.layers = LayerLoads(self._copiers[0])
         self.counts = WorkerCounts()
-        self._stores = Stores(
+        self.stores = Stores(
             service,
             shape,
             self._copiers if stores else (),
@@ -138,39 +137,13 @@ class WorkerHalf:
                     load.fail(reason, missing)
         self._finish_loads()
 
-    def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
+    def take_layerwise(self, *, wait: bool = False) -> StepReport:
         """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
         report = self.layers.take_ended(wait=wait)
-        if report.ended:
-            self.counts.loads_finished += len(report.ended - report.failed)
+        if report.finished:
+            self.counts.loads_finished += len(report.finished - report.failed)
             self.counts.loads_failed += len(report.failed)
         return report
-
-    def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
-        """The forward pass of this step has computed this layer of this group: begin to store it, if layers are stored
-        singly."""
-        self._stores.layer_computed(plan, group, layer)
-
-    def start_stores(self, plan: StepPlan) -> None:
-        """After the forward pass, gather the layers of this step's chunks that have not been gathered yet."""
-        self._stores.start(plan)
-
-    def abandon_stores(self, plan: StepPlan) -> None:
-        """This step's forward pass has failed: its chunks do not match their keys."""
-        self._stores.abandon(plan)
-
-    def finish_stores(self, *, wait: bool = True) -> None:
-        """Publish what has been gathered.
-
-        wait: wait for all copies; the engine may then reuse the blocks. False: the engine holds the blocks until
-            `stored_through` shows that they are no longer needed.
-        """
-        self._stores.finish(wait=wait)
-
-    @property
-    def stored_through(self) -> int:
-        """The number of the last plan that, like all before it, no longer reads any blocks."""
-        return self._stores.through
 
     def poll(self) -> StepReport:
         """Loads that ended since the last poll."""
@@ -182,11 +155,6 @@ class WorkerHalf:
         self._ended.clear()
         self._failed.clear()
         return report
-
-    def judge(self, trial: int, *, passed: bool) -> None:
-        """Commit the stores of this trial (`StepPlan.trial`) if it was passed, that is, if others filled the blocks
-        that they promised to fill; else discard them. Nothing to do with `kv judge`."""
-        self._stores.judge(trial, passed=passed)
 
     @property
     def filling(self) -> frozenset[str]:
@@ -202,7 +170,7 @@ class WorkerHalf:
                 del self._loading[name]
                 if load.lease is not None:
                     self._service.release(load.lease)
-        has_stored, has_loaded = self._stores.close(), self.layers.close()
+        has_stored, has_loaded = self.stores.close(), self.layers.close()
         if not (has_stored and has_loaded) or self._loading:
             return False
         self._service.end(self._holder)
@@ -222,8 +190,8 @@ class WorkerHalf:
             self.layers.refuse(requests, str(error))
             return
         self.layers.start(requests, TransferPlan(tuple(parts), self._shape.chunk_tokens))
-        self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
-        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._shard_extents(step.extents))
+        self.counts.loaded_tokens += sum(step.last_token - step.first_token for step in steps)
+        self.counts.loaded_bytes += sum(extent.nbytes for step in steps for extent in self._shard_extents(step.extents))
 
     def _shard_extents(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
         """This shard's extents among those of all shards."""
@@ -315,10 +283,10 @@ class WorkerHalf:
         if load.failure:
             self._service.forget(list(load.suspect))
         else:
-            self.counts.tokens_loaded += step.last_token - step.first_token
+            self.counts.loaded_tokens += step.last_token - step.first_token
             if load.lease is not None:
-                self.counts.bytes_loaded += sum(extent.nbytes for extent in load.lease.extents)
-            self.counts.bytes_loaded_from_files += sum(file.nbytes for file in step.files)
+                self.counts.loaded_bytes += sum(extent.nbytes for extent in load.lease.extents)
+            self.counts.loaded_file_bytes += sum(file.nbytes for file in step.files)
         self._end(step.request_id, load.failure)
 
     def _end(self, request_id: str, failure: str) -> None:

@@ -1,6 +1,6 @@
 """SGLang's external linker: pages directly between its device blocks and our host memory. Experimental.
 
-Each method translates its arguments and makes one call; the logic is in `kv_sglang.linker.lanes`. All are called on the
+Each method translates its arguments and makes one call; the logic is in `kv_sglang.lanes`. All are called on the
 scheduler's main thread, so none copies or waits for a tier: only pages in host memory are promised, and those in slower
 tiers are promoted for a later lookup. SGLang changed this interface three times in five weeks, so arguments that it
 adds are accepted and ignored.
@@ -25,14 +25,11 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
-from kv_sglang.linker.chains import Chains
-from kv_sglang.linker.device import describe_device
-from kv_sglang.linker.lanes import LoadLane, StoreLane
-from kv_sglang.linker.matches import follow_matches, matched_by
+from kv_sglang.cli import read_settings
+from kv_sglang.lanes import Chains, LoadLane, StoreLane
 from kv_sglang.metrics import engine_figures
-from kv_sglang.page_settings import read_settings
-from kv_sglang.prefill import follow_steps
-from kv_sglang.requests import follow_requests
+from kv_sglang.pools import describe_device
+from kv_sglang.scheduler_calls import follow_matches, matched_by
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 
@@ -86,16 +83,13 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         pools = {KV: described.pages}
         self._attached = attach(settings, served_model(rank), rank, pools, engine_name=name, figures=figures)
-        assert self._attached.requests is not None and self._attached.watch is not None
-        assert self._attached.prefill is not None
-        follow_requests(self._attached.requests)
-        follow_steps(self._attached.prefill)
+        watch = self._attached.follow_scheduler()
         follow_matches()
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = LoadLane(store, described.copier(), self.turn_off)
         self._stores = StoreLane(store, self.turn_off)
-        self._attached.watch.settle = self._stores.settle
+        watch.settle = self._stores.settle
         self._chains = Chains()
         self.layer_done_counter = self._loads.gate
         self.pools = {PoolName.KV: described.pages}

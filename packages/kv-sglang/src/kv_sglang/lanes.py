@@ -9,19 +9,20 @@ fault, and turns the cache off; the thread continues, so that no caller waits in
 import itertools
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Protocol
 
 import torch
+from kv_connect.halves.copies import await_copies
+from kv_core.device import CopyEvent
 from kv_core.errors import CopyFailed
 from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_cuda.choose import BoundCopier
 
-from kv_sglang.copies import await_copies
-from kv_sglang.linker.gate import LayerGate
 from kv_sglang.pages import PageStore, PoolBinding, lies_in
 from kv_sglang.pools import first_slots
 
@@ -29,6 +30,92 @@ MAX_WAITING_PAGES: Final = 4096
 """Limit of pages waiting to be stored. SGLang keeps them on the device until their turn; pages beyond it are not
 stored."""
 _END_S: Final = 30.0
+_MAX_PAGES: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class _LoadBatch:
+    """Loads that started together.
+
+    layers: copies in flight, by layer.
+    over: no more will follow.
+    landed: all have arrived, and every forward pass has waited for them.
+    missed: a forward pass could not wait for a layer.
+    """
+
+    layers: list[CopyEvent] = field(default_factory=list)
+    over: bool = False
+    landed: bool = False
+    missed: bool = False
+
+
+class LayerGate:
+    """SGLang's `layer_done_counter`: it numbers batches of loads, and lets a forward pass through layer by layer.
+
+    A layer that never arrives blocks nothing: the pass continues with whatever the slots contain, and `finish` reports
+    it before any result is used. One side opens and fills batches, another thread waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches: dict[int, _LoadBatch] = {}
+        self._opened = -1
+        self.consumer_index = -1
+
+    def open(self) -> int:
+        """Open a batch; returns its number."""
+        with self._changed:
+            self._opened += 1
+            self._batches[self._opened] = _LoadBatch()
+            return self._opened
+
+    def let_through(self, number: int, event: CopyEvent) -> None:
+        """The batch's next layer has been copied once `event` is done."""
+        with self._changed:
+            self._batches[number].layers.append(event)
+            self._changed.notify_all()
+
+    def end(self, number: int, *, landed: bool) -> None:
+        """End this batch: nothing more is written for it."""
+        with self._changed:
+            batch = self._batches[number]
+            batch.over, batch.landed = True, landed
+            self._changed.notify_all()
+
+    def set_consumer(self, index: int) -> None:
+        """Set the batch that the next forward pass reads; -1: none."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """The forward pass is about to read this layer; layers are counted from this rank's first."""
+        with self._changed:
+            batch = self._batches.get(self.consumer_index)
+            if batch is None:
+                return
+            self._changed.wait_for(lambda: len(batch.layers) > layer or batch.over)
+            event = batch.layers[layer] if len(batch.layers) > layer else None
+        if event is not None:
+            try:
+                event.hold_engine()
+            except Exception:  # noqa: BLE001  # whatever it is: the pass goes on without this layer, and is not used
+                batch.missed = True
+
+    def finish(self, number: int) -> bool:
+        """Wait until nothing is written for this batch, and forget it. True if all of it arrived, or there is none."""
+        with self._changed:
+            batch = self._batches.get(number)
+            if batch is None:
+                return True
+            self._changed.wait_for(lambda: batch.over)
+            del self._batches[number]
+            return batch.landed and not batch.missed
+
+    def finish_all(self) -> None:
+        """The same for every batch."""
+        for number in list(self._batches):
+            self.finish(number)
+        self.consumer_index = -1
+
 
 TurnOff = Callable[[str, BaseException], None]
 
@@ -259,3 +346,30 @@ def _slots(indices: torch.Tensor, pages: int, store: PageStore) -> list[int]:
     if slots is None:
         raise CopyFailed(f"SGLang's {indices.numel()} slots are not those of {pages} whole pages")
     return slots
+
+
+class Chains:
+    """Bounded: the pages seen longest ago are forgotten. Not thread-safe.
+
+    SGLang offers pages for storing without the prompt that precedes them. The store needs it: a page is worthless
+    without the pages before it, so these must not be evicted to make room.
+    """
+
+    def __init__(self, max_pages: int = _MAX_PAGES) -> None:
+        self._max_pages = max_pages
+        self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
+
+    def tell(self, hashes: Sequence[str]) -> None:
+        """Record that these follow each other in a prompt."""
+        for before, page in pairwise(hashes):
+            self._before[page] = before
+            self._before.move_to_end(page)
+        while len(self._before) > self._max_pages:
+            self._before.popitem(last=False)
+
+    def before(self, page: str) -> list[str]:
+        """The pages before this one, from the prompt's first, or from the first that is known."""
+        found: list[str] = []
+        while (page := self._before.get(page, "")) and len(found) < self._max_pages:
+            found.append(page)
+        return found[::-1]

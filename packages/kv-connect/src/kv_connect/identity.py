@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from kv_core.keys import KeySpace
 from kv_core.log import limited_logger
 from kv_tiers.threads import start_thread
 
-from kv_connect.identity.file_digests import (
+from kv_connect.file_digests import (
     DigestMemory,
     FileState,
     HashingStoppedError,
@@ -71,13 +72,11 @@ class Beside:
 class ServedModel:
     """A model as an engine was configured to serve it.
 
-    engine: its name.
     source: a directory, a file or a hub's name, as given.
     revision: the hub's, None for its default.
     computed_in: the dtype of the layers, as torch spells it.
     dummy_seed: of weights that the engine generates; None if it loads them.
     overrides: the user's changes of the model's configuration, quantisation included; nothing else.
-    max_tokens: the longest sequence that the engine accepts.
     read_config: the configuration as the engine read it. It counts only if the model's own file is not found.
     beside: other weights that determine the KV: a draft's, and those of adapters that the engine's own prefix hashes
         identify only by name.
@@ -132,6 +131,7 @@ def key_space(
     world: int,
     chain: str,
     configuration: Configuration | None = None,
+    further_tags: Sequence[tuple[str, str]] = (),
 ) -> KeySpace:
     """The key space of an engine: all that must match for KV bytes to be interchangeable, besides the tokens.
 
@@ -150,7 +150,7 @@ def key_space(
         format=format_fingerprint,
         world=world,
         chain=chain,
-        tags=tuple(tags),
+        tags=(*tags, *further_tags),
     )
 
 
@@ -313,8 +313,16 @@ class LiveKeySpace:
     ) -> None:
         """tags: further ones, by name."""
         self.weights = weights
-        self._shape = {"kv_dtype": kv_dtype, "format_fingerprint": format_fingerprint, "world": world, "chain": chain}
-        self._tags = tags
+        self._build_space = partial(
+            key_space,
+            weights.model,
+            kv_dtype=kv_dtype,
+            format_fingerprint=format_fingerprint,
+            world=world,
+            chain=chain,
+            configuration=weights.configuration,
+            further_tags=tags,
+        )
         self._last: tuple[Weights | None, KeySpace | None] = (None, None)
         self._of_another: tuple[Weights, KeySpace] | None = None
 
@@ -344,11 +352,6 @@ class LiveKeySpace:
         if cached is None or cached[0] != weights:
             cached = self._of_another = weights, self._build_space(weights)
         return cached[1]
-
-    def _build_space(self, weights: Weights) -> KeySpace:
-        configuration = self.weights.configuration
-        space = key_space(self.weights.model, weights, **self._shape, configuration=configuration)  # type: ignore[arg-type]
-        return replace(space, tags=(*space.tags, *self._tags))
 
 
 def identify(
@@ -402,15 +405,13 @@ def why_unsure(before: Origins | None, now: Origins) -> str:
     return ""
 
 
-def content_of(
-    path: str, memory: DigestMemory, *, revision: str | None = None, stopped: threading.Event | None = None
-) -> str | None:
-    """The identity of a LoRA adapter or a draft model: a digest of all bytes of its files, or its commit on the hub;
+def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | None = None) -> str | None:
+    """The identity of a LoRA adapter: a digest of all bytes of its files, or its commit on the hub;
     None if neither is found.
 
     Its name alone would serve the KV of whatever had that name before. Raises as `identify` does.
     """
-    return _content_of(path, _origin_of(path, revision), memory, stopped)
+    return _content_of(path, _origin_of(path, None), memory, stopped)
 
 
 def _content_of(path: str, origin: Origin, memory: DigestMemory, stopped: threading.Event | None) -> str | None:

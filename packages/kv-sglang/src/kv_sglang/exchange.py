@@ -3,24 +3,35 @@
 Unlike a hit, a hand-over has no fallback: SGLang aborts a request whose pages do not arrive. So a page is stored
 whatever the request's options for storing, is held for the decode engine, and is waited for within the bounds of
 `handover`. Every call comes from a thread that may wait.
+
+SGLang frees a request's blocks as soon as it gives up the request, and they may be reused at once. So a room is closed
+before that: from then on nothing that is read from the blocks is stored, and nothing is written to them.
 """
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from kv_connect.halves.copies import await_copies
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers.messages import MAX_KEYS
 
-from kv_sglang.copies import await_copies
+from kv_sglang.lanes import Point
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore, PoolBinding, lies_in
 
+_log = limited_logger(__name__)
+
+LANES: Final = 4
+"""Threads that move pages: a request that waits for its pages delays a quarter of the others, not all."""
 _FIRST_WAIT_S: Final = 0.001
 _LONGEST_WAIT_S: Final = 0.05
 _AWAY_S: Final = 5.0
@@ -208,3 +219,82 @@ class _PollPauses:
         time.sleep(min(self._next_s, left))
         self._next_s = min(self._next_s * 2, _LONGEST_WAIT_S)
         return True
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingRoom:
+    """A request of the prefill engine.
+
+    room: its number, which SGLang may give to another request once this one has ended.
+    is_open: whether SGLang still has its blocks.
+    lock: held while its metadata are read, or its outcome is recorded under its number.
+    """
+
+    room: int
+    names: Names
+    is_open: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_open = False
+
+
+@dataclass(slots=True, eq=False)
+class IncomingRoom:
+    """A request of the decode engine.
+
+    attempt: its own, while another request may have the same number (`kv_sglang.transfer`).
+    first: the first page that it lacks.
+    slots: the first slot of that page and of each one after it.
+    aux_index: the place of its first token among SGLang's metadata.
+    loaded: how many pages of the prompt have been loaded.
+    ready: when nothing that was enqueued before writes to its blocks any more.
+    lock: held while its blocks are written to.
+    is_open: whether SGLang still has its blocks.
+    given_by: the revision of the prefill engine's weights, once it is known.
+    """
+
+    names: Names
+    first: int
+    slots: list[int]
+    aux_index: int
+    loaded: int
+    ready: Point
+    attempt: bytes
+    is_open: bool = True
+    given_by: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Return once nothing is written: a copy in flight, of a few megabytes, is waited for."""
+        with self.lock:
+            self.is_open = False
+
+
+Job = Callable[[Exchange], None]
+
+
+class Lanes:
+    """Threads, each with its own exchange. The jobs of one room run in order."""
+
+    def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
+        self._queues: list[queue.SimpleQueue[Job]] = [queue.SimpleQueue() for _ in range(LANES)]
+        for number, jobs in enumerate(self._queues):
+            run = threading.Thread(
+                target=_run, args=(jobs, make_exchange()), name=f"kv-hand-over-{number}", daemon=True
+            )
+            run.start()
+
+    def add(self, room: int, job: Job) -> None:
+        """job: raises only for a bug, and reports the request's outcome to SGLang itself."""
+        self._queues[room % LANES].put(job)
+
+
+def _run(jobs: "queue.SimpleQueue[Job]", exchange: Exchange) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            job(exchange)
+        except Exception:  # noqa: BLE001  # the thread serves other requests
+            _log.exception("a hand-over ended because of a bug")

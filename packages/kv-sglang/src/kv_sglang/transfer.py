@@ -4,42 +4,136 @@ SGLang creates one manager per rank, and a sender or receiver per request. The e
 over the sockets that SGLang's managers have for them: the decode engine reports its address, the prefill engine how
 many pages of the prompt are in the cache and, with the last of them, SGLang's metadata, which contain the first token.
 Each side names the prompt's pages itself, from its own request, so no message can cause other pages to be loaded.
+
+SGLang names a request by the number of its room, which a later request may be given while messages about the first are
+still on their way: a router may repeat a request with the same number. So the decode engine draws an attempt for each
+request, and every message about the request has it. What comes with another attempt is about an earlier request.
 """
 
 import ctypes
 import os
+import secrets
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
+import msgspec
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import (
+    ABORT_TAG,
+    AbortNotification,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
-from kv_sglang.linker.device import DevicePool, describe_device
-from kv_sglang.linker.lanes import Point
+from kv_sglang.cli import read_settings
+from kv_sglang.exchange import Exchange, IncomingRoom, Lanes, OutgoingRoom
+from kv_sglang.lanes import Point
 from kv_sglang.names import Names, why_names_do_not_suffice
-from kv_sglang.page_settings import read_settings
+from kv_sglang.pools import DevicePool, describe_device
 from kv_sglang.served import served_model
-from kv_sglang.transfer import messages
-from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
-from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
 _BATCH_BYTES: Final = 16 << 20
 """Bytes stored before the other side is notified, and bytes copied while a room cannot be closed."""
+STATUS: Final = b"KV_STATUS"
+READY: Final = b"KV_READY"
+PAGES: Final = b"KV_PAGES"
+ABORTED: Final = b"KV_ABORTED"
+_STATUS_FRAMES: Final = 5
+"""SGLang's own: tag, room, status, rank, reason. The attempt follows them."""
+
+
+@dataclass(slots=True)
+class DecodePeer:
+    """A rank of a decode engine that waits for a request. The names are those that SGLang's classes look for.
+
+    prefix_tokens: those that it has already.
+    attempt: its latest.
+    """
+
+    endpoint: str
+    dst_port: int
+    prefix_tokens: int
+    is_dummy: bool
+    attempt: bytes
+
+    @property
+    def address(self) -> str:
+        return f"{self.endpoint}:{self.dst_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReady:
+    """A decode engine has blocks for a prompt. required: how many of its ranks say so."""
+
+    room: int
+    required: int
+    peer: DecodePeer
+
+    def frames(self) -> list[bytes]:
+        return [READY, msgspec.msgpack.encode(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAborted:
+    """A rank of a decode engine has given up a request. address: its own. attempt: None: not known."""
+
+    room: int
+    address: str
+    attempt: bytes | None
+
+    @classmethod
+    def read(cls, message: Sequence[bytes]) -> "DecodeAborted | None":
+        """None: it is another message."""
+        if message[0] == ABORT_TAG:  # SGLang's own, where it does not ask the receiver for it
+            abort = AbortNotification.from_zmq(list(message))
+            return None if abort is None else cls(abort.room, f"{abort.decode_ip}:{abort.decode_port}", None)
+        return msgspec.msgpack.decode(message[1], type=cls) if message[0] == ABORTED else None
+
+    def frames(self) -> list[bytes]:
+        return [ABORTED, msgspec.msgpack.encode(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """What a rank of a prefill engine says of a prompt.
+
+    pages: how many of its pages are in the cache.
+    last: the name of the last of them.
+    weights: the revision of the weights with which they were computed.
+    metadata: SGLang's, with the last page.
+    """
+
+    room: int
+    attempt: bytes
+    rank: int
+    pages: int
+    last: str
+    weights: str
+    metadata: Sequence[bytes]
+
+    def frames(self) -> list[bytes]:
+        return [PAGES, msgspec.msgpack.encode(self)]
+
+
+def attempt_of_status(message: Sequence[bytes]) -> bytes:
+    """The attempt that SGLang's message of a status is about; empty if it does not say."""
+    return message[_STATUS_FRAMES] if len(message) > _STATUS_FRAMES else b""
 
 
 def refuse_what_is_not_served(args: Any, server_args: Any) -> None:
@@ -66,7 +160,7 @@ def refuse_what_is_not_served(args: Any, server_args: Any) -> None:
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
     """The manager of one rank."""
 
-    kv_status_msg_tag = messages.STATUS
+    kv_status_msg_tag = STATUS
     kv_status_msg_carries_reason = True
     reports_transfer_latency = True
     _lanes: Lanes | None = None
@@ -152,8 +246,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _on_decode_message(self, message: Sequence[bytes]) -> None:
         if (aborted := DecodeAborted.read(message)) is not None:
             self._decode_aborted(aborted)
-        elif message[0] == messages.READY:
-            self._decode_ready(DecodeReady.read(message))
+        elif message[0] == READY:
+            self._decode_ready(msgspec.msgpack.decode(message[1], type=DecodeReady))
 
     def _decode_aborted(self, aborted: DecodeAborted) -> None:
         room, status = aborted.room, self.request_status.get(aborted.room)
@@ -357,15 +451,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         return DecodeReady(bootstrap_room, required_dst_info_num, peer).frames()
 
     def _on_prefill_message(self, message: Sequence[bytes]) -> None:
-        if message[0] == messages.PAGES:
-            stored = PagesStored.read(message)
+        if message[0] == PAGES:
+            stored = msgspec.msgpack.decode(message[1], type=PagesStored)
             assert self._lanes is not None
             self._lanes.add(stored.room, partial(self._load, stored=stored))
         elif not self.handle_abort_ack_message(list(message)) and (
             ended := self.parse_kv_status_message(list(message))
         ):
             room, status, rank, reason = ended
-            incoming = self._incoming_request(room, messages.attempt_of_status(message))
+            incoming = self._incoming_request(room, attempt_of_status(message))
             if status != KVPoll.Failed or incoming is None:  # this side learns of success first
                 return
             with incoming.lock:
@@ -488,7 +582,7 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
     """A request of the decode engine."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._attempt = messages.new_attempt()
+        self._attempt = secrets.token_bytes(8)
         super().__init__(*arguments, **named)
 
     def name_pages(self, names: Names) -> None:

@@ -7,22 +7,24 @@ node has nothing of a prompt, it is a miss without any question.
 
 With windows and states, the longest hit of one node need not be a hit of another. Nodes that found more than the least
 are asked again about the least, until all agree; every such round ends at fewer chunks.
+
+Which shard of every chunk a rank has, on one node too, is its `RankShare`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Final, Unpack
 
 from kv_core.clock import Clock
 from kv_core.coverage import PLAIN, ChunkShape
-from kv_core.keys import ChunkKey
+from kv_core.errors import ConfigError
+from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, Ended, Holder, LookupOptions, LookupPlan
+from kv_core.shape import ConnectShape
 from kv_server.wire import Clear, End, Renew
 from kv_tiers.cache.hits import interleaved
-
-from kv_connect.nodes.node_messages import Answer, FromNode, Lost, PromptKeys, PromptTaken, Question, ToNode
-from kv_connect.nodes.ranks import RankShare
 
 _log = limited_logger(__name__)
 
@@ -31,6 +33,172 @@ PATIENCE_S: Final = 30.0
 only a fault in the engine or in the node's agent can cause this."""
 RENEW_S: Final = 20.0
 """How often promises at other nodes are renewed, but at least three times in a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """The leading chunks of a prompt, without their groups and shards.
+
+    space_id, tenant: as in their keys.
+    digest_bytes, digests: one digest for each chunk, joined.
+    """
+
+    space_id: bytes
+    tenant: bytes
+    digest_bytes: int
+    digests: bytes
+
+    @classmethod
+    def of(cls, keys: Sequence[ChunkKey], keys_per_chunk: int) -> "PromptKeys":
+        """keys: of at least one chunk, chunk-major."""
+        first = keys[0]
+        digests = [key.digest for key in keys[::keys_per_chunk]]
+        return cls(first.space_id, first.tenant, len(digests[0]), b"".join(digests))
+
+    def keys(self, groups: int, shards: Sequence[int]) -> list[ChunkKey]:
+        """The keys of these shards, chunk-major."""
+        size = self.digest_bytes
+        digests = [self.digests[start : start + size] for start in range(0, len(self.digests), size)]
+        return keys_in(self.space_id, digests, groups=groups, shards=shards, tenant=self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Asks how much of a prompt a node's server holds. The chunks that it finds are leased to the holder there.
+
+    number: the answer has the same.
+    options: of `CacheService.lookup`.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    holder: Holder
+    prompt: PromptKeys
+    options: LookupOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTaken:
+    """See `CacheService.taken`."""
+
+    prompt: PromptKeys
+
+
+ToNode = Question | Renew | End | PromptTaken | Clear
+
+
+@dataclass(frozen=True, slots=True)
+class ToNodes:
+    """The scheduler's messages in one step.
+
+    terms: `Engine.terms` of its node. The accompanying plan is for workers with the same terms.
+    """
+
+    terms: str
+    messages: tuple[ToNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To the question of this number. The plan is final. lease_s: how long its promise lasts at this node's server."""
+
+    node: int
+    number: int
+    holder: Holder
+    plan: LookupPlan
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The holder's promise could not be renewed at this node: look up again."""
+
+    node: int
+    holder: Holder
+
+
+FromNode = Answer | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The shard of every chunk that one rank has.
+
+    rank: its number among all ranks that have shards.
+    shard: the one that this rank has.
+    stores: whether this rank is the one that stores it, among those of its node with the same shard.
+    nodes: the number of hosts, each with equally many ranks: the first has the first ranks.
+    """
+
+    rank: int
+    ranks: int
+    shards: int
+    shard: int
+    stores: bool
+    nodes: int = 1
+    stages: int = 1
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.ranks_here
+
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks on each node."""
+        return self.ranks // self.nodes
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether it is the first rank of its node."""
+        return self.rank % self.ranks_here == 0
+
+    @property
+    def is_in_last_stage(self) -> bool:
+        return self.rank >= self.ranks - self.ranks // self.stages
+
+    @property
+    def shards_here(self) -> tuple[int, ...]:
+        return self.shards_at(self.node)
+
+    def shards_at(self, node: int) -> tuple[int, ...]:
+        """The shards that the ranks of a node have, and so does its server."""
+        copies = self.ranks // self.shards
+        first = node * self.ranks_here
+        return tuple(range(first // copies, (first + self.ranks_here - 1) // copies + 1))
+
+
+ALONE: Final = RankShare(rank=0, ranks=1, shards=1, shard=0, stores=True)
+
+
+def share_of(
+    rank: int, ranks: int, distinct_heads: int, *, stage: int = 0, stages: int = 1, nodes: int = 1
+) -> RankShare:
+    """
+    rank, ranks: among the tensor-parallel ones.
+    stage, stages: of the pipeline. Each has layers of its own, so a chunk is whole when all stages have theirs.
+    distinct_heads: KV heads of the whole model, 1 in MLA. Where there are fewer than ranks, neighbouring ranks have the
+        same head.
+    nodes: the hosts that the ranks of all stages are spread over.
+
+    Raises:
+        ConfigError: heads cannot be divided among ranks, or ranks among nodes.
+    """
+    shards = min(ranks, distinct_heads)
+    if ranks % shards or distinct_heads % shards:
+        raise ConfigError(f"{ranks} tensor-parallel ranks cannot have equal parts of {distinct_heads} KV heads")
+    if ranks * stages % nodes:
+        raise ConfigError(f"{ranks * stages} ranks cannot be spread evenly over {nodes} nodes")
+    copies = ranks // shards
+    number = stage * ranks + rank
+    return RankShare(
+        rank=number,
+        ranks=stages * ranks,
+        shards=stages * shards,
+        shard=stage * shards + rank // copies,
+        stores=rank % copies == 0 or number % (stages * ranks // nodes) == 0,
+        nodes=nodes,
+        stages=stages,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +216,12 @@ class _Query:
     """The nodes' answers to one holder's lookup.
 
     lookup_id: distinguishes this lookup from one of other chunks.
-    sent_s: when the open questions were sent.
     renewed_s: when the promises at other nodes began or were renewed, at the earliest.
     own_plan: what this node's server found. None: not looked up yet.
     prefix_chunks, lacking: as in the first final plan of this node's server.
     open: by node, the number of the question that it has not answered.
     found: by node, its last answer.
     is_over: it has been answered, by all nodes or without them. The next lookup begins anew.
-    is_lost: a node has lost its promise.
     """
 
     lookup_id: tuple[int, bytes]
@@ -277,3 +443,85 @@ class NodesCache:
 def _declines(plan: LookupPlan) -> bool:
     """Whether loading what was found does not pay."""
     return plan.choice is not None and plan.choice.chunks < plan.chunks
+
+
+Served = tuple[CacheService, ConnectShape]
+
+
+class NodeAgent:
+    """For the first rank of a node. Not thread-safe: it belongs to the worker's thread.
+
+    A node whose cache is off or whose server cannot be reached holds nothing, and answers so at once.
+    """
+
+    def __init__(self, share: RankShare, served: Callable[[], Served | None]) -> None:
+        """served: the cache of this node's server, and the shape of its chunks; None: nothing is served."""
+        self._node = share.node
+        self._shards = share.shards_here
+        self._served = served
+        self._received: list[ToNode] = []
+        self._pending: dict[Holder, Question] = {}  # more is being promoted from lower tiers
+
+    def receive(self, messages: Iterable[ToNode]) -> None:
+        """Receive the messages of a step."""
+        self._received += messages
+
+    def take(self) -> tuple[FromNode, ...]:
+        """Process the received messages, in order, and return the replies."""
+        if not (self._received or self._pending):
+            return ()
+        served = self._served()
+        if served is None:
+            return self.refuse_all()
+        cache, shape = served
+        replies: list[FromNode] = []
+        still_pending = list(self._pending.values())
+        # A message is removed only once it has been processed: if one raises, it and those after it are refused.
+        while self._received:
+            replies += self._follow(cache, shape, self._received[0])
+            del self._received[0]
+        for question in still_pending:
+            if self._pending.get(question.holder) is question:
+                replies += self._ask(cache, shape, question)
+        return tuple(replies)
+
+    def refuse_all(self) -> tuple[FromNode, ...]:
+        """Answer all open questions: nothing is held here."""
+        questions = [*self._pending.values(), *(one for one in self._received if isinstance(one, Question))]
+        self._pending.clear()
+        self._received.clear()
+        return tuple(
+            Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()), inf)
+            for question in questions
+            if self._node in question.nodes
+        )
+
+    def _follow(self, cache: CacheService, shape: ConnectShape, message: ToNode) -> list[FromNode]:
+        match message:
+            case Question(nodes=nodes):
+                return self._ask(cache, shape, message) if self._node in nodes else []
+            case Renew(holder):
+                if holder not in self._pending and not cache.renew(holder):
+                    return [Lost(self._node, holder)]
+            case End(holder):
+                self._pending.pop(holder, None)
+                cache.end(holder)
+            case PromptTaken(prompt):
+                cache.taken(prompt.keys(len(shape.groups), self._shards))
+            case Clear():
+                cache.clear()
+        return []
+
+    def _ask(self, cache: CacheService, shape: ConnectShape, question: Question) -> list[FromNode]:
+        holder = question.holder
+        plan = cache.lookup(
+            question.prompt.keys(len(shape.groups), self._shards),
+            holder,
+            shape=ChunkShape(shape.chunk_tokens, shape.chunk.groups, len(self._shards)),
+            **question.options,
+        )
+        if plan.ended is Ended.PENDING:
+            self._pending[holder] = question
+            return []
+        self._pending.pop(holder, None)
+        return [Answer(self._node, question.number, holder, plan, cache.lease_s)]

@@ -45,7 +45,7 @@ def register() -> None:
 
 def _before_loading(*_args: Any, **_named: Any) -> None:
     """Whatever cache is attached, perhaps later: what a model's files were cannot be seen afterwards."""
-    from kv_sglang.media import mark_media
+    from kv_sglang.names import mark_media
     from kv_sglang.weights import look_before_loading
 
     look_before_loading()
@@ -57,12 +57,12 @@ def _bootstrap_server_class(original: Any, backend: Any, class_type: Any) -> Any
         return original(backend, class_type)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-    from kv_sglang.transfer import manager
+    from kv_sglang import transfer
 
     return {
-        "manager": manager.KVManager,
-        "sender": manager.KVSender,
-        "receiver": manager.KVReceiver,
+        "manager": transfer.KVManager,
+        "sender": transfer.KVSender,
+        "receiver": transfer.KVReceiver,
         "bootstrap_server": CommonKVBootstrapServer,
     }[class_type.value]
 

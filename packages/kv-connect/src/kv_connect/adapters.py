@@ -21,7 +21,7 @@ from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.threads import start_thread
 
-from kv_connect.identity.file_digests import (
+from kv_connect.file_digests import (
     DigestMemory,
     FilesChangedError,
     FileState,
@@ -29,7 +29,7 @@ from kv_connect.identity.file_digests import (
     content_files,
     default_memory,
 )
-from kv_connect.identity.identity import content_of
+from kv_connect.identity import content_of
 
 _log = limited_logger(__name__)
 
@@ -61,8 +61,6 @@ class _Adapter:
     content: the identity of its content; None until it is known.
     states: of its files, when they were read.
     commit: its content, if that is a commit of the hub and not in files of its own.
-    is_void: it cannot have an identity.
-    is_queued: it waits for the thread.
     looked_s: when the last look at its files began that found them unchanged.
     """
 
