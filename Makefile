@@ -53,7 +53,7 @@ environments: # of both engines: made while one core checks types
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "not gpu and not slow"
+	$(ONE_THREAD) KV_EXAMPLES=0.4 $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "not gpu and not slow"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
@@ -75,6 +75,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
 	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "slow and not gpu"
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -k runTest
 	@$(MAKE) --no-print-directory test-engines
 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour

@@ -1,6 +1,7 @@
 """For all tests outside the engines' environments: Hypothesis on a machine that is shared and sometimes slow, and a log
 that leaves no line out for another test's sake."""
 
+import math
 import os
 
 import pytest
@@ -14,8 +15,8 @@ settings.load_profile("steady")
 SHRINKING_S = 480
 """For one test of Hypothesis's: it takes up to five minutes to make a failing example small, and a worker that is ended
 before says nothing of what failed."""
-TIMES = int(os.environ.get("KV_EXAMPLES", "1"))
-"""The state machines are run with so many times their examples (`make test-deep`)."""
+TIMES = float(os.environ.get("KV_EXAMPLES", "1"))
+"""The state machines are run with so many times their examples: fewer in `make test`, more by `make test-deep`."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -23,11 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     machines = set()  # as classes: all examples of one are one test
     for item in items:
         if item.get_closest_marker("hypothesis") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SHRINKING_S * TIMES))
+            item.add_marker(pytest.mark.timeout(SHRINKING_S * max(1.0, TIMES)))
         if isinstance(item, pytest.Function) and isinstance(getattr(item.cls, "settings", None), settings):
             machines.add(item.cls)
     for machine in machines:
-        machine.settings = settings(machine.settings, max_examples=TIMES * machine.settings.max_examples)
+        machine.settings = settings(machine.settings, max_examples=math.ceil(TIMES * machine.settings.max_examples))
 
 
 @pytest.fixture(autouse=True)

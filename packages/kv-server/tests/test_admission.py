@@ -331,6 +331,7 @@ def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
     served.close()
 
 
+@pytest.mark.slow
 def test_all_of_a_million_tokens_is_found() -> None:
     """4,096 chunks of 4 groups in 8 shards: every verb takes all of their keys."""
     served = ThreadedServer(slots=4096 * 4 * 8)

@@ -36,7 +36,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("in_file", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_secret_of_any_setting_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_file: bool) -> None:
     settings = {"tiers": TIERS, "tenants": [{"name": "acme", "salt": SECRET}]}
     words = []
@@ -54,7 +54,14 @@ def test_no_secret_of_any_setting_is_in_it(tmp_path: Path, monkeypatch: pytest.M
     assert "acme" in shown and "host:6379" not in shown.replace("***@host:6379", "")
 
 
-@pytest.mark.parametrize("text", ["tenants: [{salt: SECRET", '{"tenants": {"salt": "SECRET"}}', "salt: SECRET\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tenants: [{salt: SECRET",
+        pytest.param('{"tenants": {"salt": "SECRET"}}', marks=pytest.mark.slow),
+        pytest.param("salt: SECRET\n", marks=pytest.mark.slow),
+    ],
+)
 def test_settings_that_cannot_be_read_give_away_none_either(tmp_path: Path, text: str) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text(text.replace("SECRET", SECRET))
