@@ -197,7 +197,7 @@ def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str
     ("directories", "settings"),
     [
         (1, {}),
-        (1, {"when_full": "drop_parts"}),
+        pytest.param(1, {"when_full": "drop_parts"}, marks=pytest.mark.slow),
         pytest.param(2, {"when_full": "drop_parts", "direct": "never"}, marks=pytest.mark.slow),
         pytest.param(2, {"direct": "never"}, marks=pytest.mark.slow),
         pytest.param(1, {"durability": "process"}, marks=pytest.mark.slow),
@@ -289,7 +289,7 @@ class Medium:
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {}),
-        (1, {"when_full": "drop_parts"}),
+        pytest.param(1, {"when_full": "drop_parts"}, marks=pytest.mark.slow),
         pytest.param(2, {"when_full": "drop_parts"}, marks=pytest.mark.slow),
     ],
 )

@@ -213,12 +213,14 @@ def test_a_load_that_fails_costs_only_the_reuse(
         engine.flush()
 
 
+@pytest.mark.slow
 def test_some_loads_that_fail_leave_exact_requests_right(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with started(tiny_llama, cache=cache(), blends=True, faults={"lose_segments": [3]}) as engine:
         assert interleave(engine, exact, 6).wrong == 0
         engine.flush()
 
 
+@pytest.mark.slow
 def test_requests_that_are_retracted_answer_as_alone(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     prompts = [FIRST, SECOND, Prompt((3, 2, 1)), SECOND]
     plans = [*fields(prompts[:-1], share=0.0), {}]

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_core.service import Ended, LoadFailed, ReadLease
@@ -147,12 +148,23 @@ def test_two_hundred_upgrades_under_load(home: Path) -> None:
 
 NEW_DIES = [("send", 1), ("receive", 1), ("send", 2), ("receive", 2), ("commit", 1)]
 OLD_DIES = [("receive", 1), ("send", 1), ("receive", 2), ("send", 2), ("is_taken", 1)]
+QUICK = {
+    ("receive", 1, "after"),
+    ("send", 2, "before"),
+    ("send", 2, "after"),
+    ("commit", 1, "before"),
+    ("is_taken", 1, "after"),
+}
+"""Where the last word changes hands; the other moments are slow tests."""
 
 
-@pytest.mark.parametrize(
-    ("method", "count", "when"),
-    [(*call, when) for call in NEW_DIES for when in ("before", "after") if (call[0], when) != ("commit", "after")],
-)
+def moments(calls: list[tuple[str, int]]) -> list[Any]:
+    """Before and after each of these calls."""
+    each = [(*call, when) for call in calls for when in ("before", "after") if (call[0], when) != ("commit", "after")]
+    return [pytest.param(*moment, marks=() if moment in QUICK else pytest.mark.slow) for moment in each]
+
+
+@pytest.mark.parametrize(("method", "count", "when"), moments(NEW_DIES))
 def test_the_old_server_goes_on_if_the_new_one_is_killed(home: Path, method: str, count: int, when: str) -> None:
     servers = upgraded(home)
     cache, keys = join_server(home), key_chain(4)
@@ -173,9 +185,7 @@ def test_the_old_server_goes_on_if_the_new_one_is_killed(home: Path, method: str
     servers.close()
 
 
-@pytest.mark.parametrize(
-    ("method", "count", "when"), [(*call, when) for call in OLD_DIES for when in ("before", "after")]
-)
+@pytest.mark.parametrize(("method", "count", "when"), moments(OLD_DIES))
 def test_the_new_server_serves_if_the_old_one_is_killed(home: Path, method: str, count: int, when: str) -> None:
     """With everything, if it has it; otherwise with what is on the disk."""
     servers = upgraded(home)
