@@ -72,7 +72,7 @@ def test_what_is_marked_is_found_after_others_have_filled_the_pool(url: str, end
         text = prompt(f"{endpoint} {name}")
         first, cold = found(url, endpoint, text, mark)
         assert cold == 0
-        for number in range(60):
+        for number in range(30):
             found(url, endpoint, prompt(f"{endpoint} {name} {number}"))
         again, warm = found(url, endpoint, text, mark)
         assert again == first
