@@ -132,7 +132,7 @@ def test_a_wrong_position_costs_bytes_and_no_precision() -> None:
     assert_within_the_bound(calibration, beyond, decoded(codec, wrong, len(beyond)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @example(layers=1, heads=3, head_dim=128, tokens=8, dtype="bfloat16", step=0.1, number=0)  # the sample was of one token
 @example(layers=3, heads=8, head_dim=128, tokens=16, dtype="bfloat16", step=0.1, number=0)
 @example(layers=3, heads=8, head_dim=128, tokens=17, dtype="bfloat16", step=0.1, number=0)

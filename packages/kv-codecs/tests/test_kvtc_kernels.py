@@ -42,7 +42,7 @@ def compiled() -> CompiledKernels:
 
 
 @needs_compiled
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_chunks_and_damaged_payloads_become_the_same(seed: int) -> None:
     """Of all dtypes, with blocks of 2 to 256 channels, numbers far from their means, and numbers that are none."""
@@ -109,7 +109,7 @@ def test_a_head_of_256_channels_stays_whole_and_its_largest_sums_within_32_bits(
 
 
 @pytest.mark.parametrize("kernels", kernels_here(), ids=lambda kernels: kernels.name)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=60)
 @given(
     tokens=st.sampled_from([1, 7, 16, 64, 255, 256, 2048]),
     channels=st.sampled_from([2, 6, 64, 128]),

@@ -196,4 +196,4 @@ class PassedOn(RuleBasedStateMachine):
 
 
 TestPassedOn = PassedOn.TestCase
-TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=50)
+TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=100)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kv_core.errors import InputError
 from kv_core.log import say
+from kv_core.tools.command import add_command
 from kv_eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
 
@@ -62,13 +63,7 @@ class _Run:
 
 def register(commands: Any) -> None:
     """Add `kv sim`; called by the `kv` command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "sim",
-        help="hit ratios of policies and capacities on a trace",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "sim", _ABOUT, _EXAMPLES, help="hit ratios of policies and capacities on a trace")
     parser.set_defaults(run=_sim)
     parser.add_argument("trace", metavar="TRACE", help="the trace file")
     parser.add_argument(

@@ -206,8 +206,8 @@ def _on_all_processors() -> Iterator[None]:
 
 
 def _processors_of_parents() -> set[int]:
-    """Where the processes may run from which ours descends, as far as they run the same program: whoever started the
-    engine may have limited them, and what started it need not be limited."""
+    """Where the processes may run from which ours descends, as far as they run the same program: the engine's
+    launcher may have limited it, and need not be limited itself."""
     found: set[int] = set()
     with suppress(OSError, ValueError):  # one that ends meanwhile, or belongs to somebody else
         parent, program = os.getppid(), os.readlink("/proc/self/exe")

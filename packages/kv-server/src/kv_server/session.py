@@ -341,7 +341,7 @@ def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
 
 def _check_seconds(measured: Sequence[float]) -> None:
     """Raises `InputError`: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in
-    this session's lookups nor in what others are told about its engine."""
+    this session's lookups nor in what others learn about its engine."""
     if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
         raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
 

@@ -19,7 +19,7 @@ from kv_remote.redis_connection import RedisPool, _Resp3Parser
 from kv_remote.redis_servers import RedisAccess
 from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
-from kv_server.directory.directory import AT_ONCE, BEGINNING, KEPT, Stream
+from kv_server.directory.directory import AT_ONCE, BEGINNING, MAX_ENTRIES, Stream
 from kv_server.directory.entries import (
     MAX_CHANGES,
     MAX_ENTRY_BYTES,
@@ -291,9 +291,9 @@ def test_a_stream_is_read_in_order_from_where_one_stopped(protocol: int) -> None
         rest = stream.read(first.upto)
         assert first.written + rest.written == sent and len(first.written) == AT_ONCE
         assert stream.last() == rest.upto
-        for _ in range(KEPT // 1000 + 2):
+        for _ in range(MAX_ENTRIES // 1000 + 2):
             assert stream.append([b"x"] * 1000) == ""
-        assert KEPT <= server.ask("XLEN", "kv:directory:n") < KEPT + 200
+        assert MAX_ENTRIES <= server.ask("XLEN", "kv:directory:n") < MAX_ENTRIES + 200
         server.ask("SET", "kv:directory:n", "no stream")
         assert "WRONGTYPE" in stream.append([b"x"])
         with pytest.raises(TierDown, match="WRONGTYPE"):

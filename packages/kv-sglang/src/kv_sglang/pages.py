@@ -233,10 +233,10 @@ class PageStore:
 
         copier: between chunks and memory other than the host pool.
         """
-        asked, hashes = len(hashes), named_pages(hashes)
+        requested, hashes = len(hashes), named_pages(hashes)
         keys = self.keys(hashes)
         if not keys:
-            return [False] * asked
+            return [False] * requested
         reader = f"{self.name}-read-{threading.get_ident()}"  # unique, because a thread makes one read at a time
         tiers = self._promised(keys)
         if tiers and (lease := self.lease(keys, reader)) is not None:
@@ -251,7 +251,7 @@ class PageStore:
                 self.cache.end(reader)
         self.end_promises(keys)
         self.taken(hashes[:good])
-        return [number < good for number in range(asked)]
+        return [number < good for number in range(requested)]
 
     def end_promises(self, read: Iterable[ChunkKey]) -> None:
         """These pages were read: end the promises of which one is the last."""

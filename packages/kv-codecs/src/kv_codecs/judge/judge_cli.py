@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kv_core.errors import InputError
 from kv_core.format import QUANTISED, is_quantised_kind
 from kv_core.log import say
+from kv_core.tools.command import add_command
 from kv_tiers.verdict import FIRST_PARTS
 
 STEP = 0.4
@@ -34,12 +35,7 @@ Give text like that which the model will see: --text FILE, repeated. With --out 
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "judge",
-        help="what lossy formats cost a model in quality",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "judge", _ABOUT, "", help="what lossy formats cost a model in quality")
     parser.add_argument("model", metavar="MODEL", help="a directory, or its name on the Hugging Face hub")
     parser.add_argument("--text", metavar="FILE", type=Path, action="append", default=[], help="UTF-8 text; repeatable")
     parser.add_argument(

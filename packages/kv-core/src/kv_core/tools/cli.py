@@ -27,6 +27,7 @@ from kv_core.log import say
 from kv_core.sequence import KeySequence
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
+from kv_core.tools.command import add_command
 
 COMMANDS = "kv_core.commands"
 DEFAULT_CHUNK_TOKENS = ChainScheme().chunk_tokens
@@ -111,13 +112,7 @@ The exit status is 0, or 2 if an input or option is wrong; the text on standard 
 
 
 def _register_keys(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "keys",
-        help="tokens to chunk keys",
-        description=_KEYS_ABOUT,
-        epilog=_KEYS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "keys", _KEYS_ABOUT, _KEYS_EXAMPLES, help="tokens to chunk keys")
     parser.set_defaults(run=_keys)
     add_prompt_options(parser, without_space="digests are printed instead of keys")
     parser.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")

@@ -53,7 +53,7 @@ _log = limited_logger(__name__)
 
 AT_ONCE: Final = 256
 """Entries in one answer."""
-KEPT: Final = 1 << 14
+MAX_ENTRIES: Final = 1 << 14
 """Entries that the stream retains, more or less."""
 _AROUND_BYTES: Final = 64 << 10
 """In an answer, besides entries and their positions, and beyond it."""
@@ -102,7 +102,7 @@ class Stream:
     def append(self, entries: Sequence[bytes]) -> str:
         """Write these; returns why they were refused, else "". After a refusal or an exception some may have been
         written."""
-        words = (b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD)
+        words = (b"XADD", self._name, b"MAXLEN", b"~", b"%d" % MAX_ENTRIES, b"*", _FIELD)
         answers = self._talk([command(*words, entry) for entry in entries], _AROUND_BYTES)
         refusals = [answer for answer in answers if isinstance(answer, ErrorReply)]
         return self._explained(refusals[0]) if refusals else ""

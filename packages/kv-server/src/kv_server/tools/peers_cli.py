@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.log import say
+from kv_core.tools.command import add_command
 
 if TYPE_CHECKING:
     from kv_server.peers.authority import Authority
@@ -33,12 +34,8 @@ _NAME: Final = re.compile(r"[A-Za-z0-9*:]([A-Za-z0-9.:*-]{0,250}[A-Za-z0-9])?")
 
 def register(commands: Any) -> None:
     """Add `kv peers`; called by the `kv` command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "peers",
-        help="make certificates for the servers of several hosts",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "peers", _ABOUT, _EXAMPLES, help="make certificates for the servers of several hosts"
     )
     verbs = parser.add_subparsers(required=True, metavar="init|revoke")
     init = verbs.add_parser("init", help="an authority, and a certificate for each host")

@@ -26,6 +26,7 @@ from kv_core.tools.cli import (
     prompt_space,
     prompt_tokens,
 )
+from kv_core.tools.command import add_command
 from kv_observe.chunk_state import ChunkState
 from kv_observe.explain import is_held
 from kv_tiers.index.life import BEING_WRITTEN
@@ -107,12 +108,12 @@ _REFUSAL: Final = "cannot be drained"
 
 def register_drain(commands: Any) -> None:
     """Add `kv drain`; called by the `kv` command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "drain",
+        _ABOUT_DRAIN,
+        _EXAMPLES_OF_DRAIN,
         help="move what a server holds to its peers before it leaves",
-        description=_ABOUT_DRAIN,
-        epilog=_EXAMPLES_OF_DRAIN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_drain)
     add_server_options(parser)
@@ -197,13 +198,7 @@ It says so while the server does not answer, and continues; end it with Ctrl-C. 
 
 def register_top(commands: Any) -> None:
     """Add `kv top`; called by the `kv` command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="a cache server, live in a terminal",
-        description=_ABOUT_TOP,
-        epilog=_EXAMPLES_OF_TOP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "top", _ABOUT_TOP, _EXAMPLES_OF_TOP, help="a cache server, live in a terminal")
     parser.set_defaults(run=_top)
     add_server_options(parser)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
@@ -317,13 +312,7 @@ _Answers = dict[str | None, wire.Explanations]
 
 def register_explain(commands: Any) -> None:
     """Add `kv explain`; called by the `kv` command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "explain",
-        help="why a prompt was missed",
-        description=_ABOUT_EXPLAIN,
-        epilog=_EXAMPLES_OF_EXPLAIN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "explain", _ABOUT_EXPLAIN, _EXAMPLES_OF_EXPLAIN, help="why a prompt was missed")
     parser.set_defaults(run=_explain)
     add_prompt_options(
         parser,
