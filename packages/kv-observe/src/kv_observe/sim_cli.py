@@ -13,7 +13,7 @@ from typing import Any
 
 from kv_core.errors import InputError
 from kv_core.log import say
-from kv_core.tools.command import add_command
+from kv_core.tools.cli import add_command
 from kv_eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kv_core.errors import InputError
 from kv_core.format import QUANTISED, is_quantised_kind
 from kv_core.log import say
-from kv_core.tools.command import add_command
+from kv_core.tools.cli import add_command
 from kv_tiers.verdict import FIRST_PARTS
 
 STEP = 0.4

@@ -27,7 +27,6 @@ from kv_core.log import say
 from kv_core.sequence import KeySequence
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
-from kv_core.tools.command import add_command
 
 COMMANDS = "kv_core.commands"
 DEFAULT_CHUNK_TOKENS = ChainScheme().chunk_tokens
@@ -109,6 +108,18 @@ examples:
 
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
+
+
+def add_command(commands: Any, name: str, about: str, examples: str, *, help: str) -> argparse.ArgumentParser:
+    """A parser for a command of `kv`, whose texts are shown as they are written. help: its line in `kv --help`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 def _register_keys(commands: Any) -> None:

@@ -4,28 +4,14 @@ A console script imports this before anything slow. Until the command's own code
 ends the process, because there is nothing to clean up yet; from then on Ctrl-C raises KeyboardInterrupt as usual.
 """
 
-import argparse
 import io
 import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 INTERRUPTED = 130
 """The exit status that shells report for a process ended by SIGINT."""
-
-
-def add_command(commands: Any, name: str, about: str, examples: str, *, help: str) -> argparse.ArgumentParser:
-    """A parser for a command of `kv`, whose texts are shown as they are written. help: its line in `kv --help`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=about,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
 
 
 def run_command(module: str) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.log import say
-from kv_core.tools.command import add_command
+from kv_core.tools.cli import add_command
 
 if TYPE_CHECKING:
     from kv_server.peers.authority import Authority

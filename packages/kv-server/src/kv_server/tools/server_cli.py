@@ -19,6 +19,7 @@ from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
     PromptSpace,
+    add_command,
     add_prompt_options,
     prompt_items,
     prompt_root,
@@ -26,7 +27,6 @@ from kv_core.tools.cli import (
     prompt_space,
     prompt_tokens,
 )
-from kv_core.tools.command import add_command
 from kv_observe.chunk_state import ChunkState
 from kv_observe.explain import is_held
 from kv_tiers.index.life import BEING_WRITTEN
