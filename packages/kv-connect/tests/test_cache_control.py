@@ -19,7 +19,9 @@ def passed(body: bytes, path: str = "/v1/messages", *, pieces: int = 1, method: 
     got: list[tuple[bytes, int]] = []
     size = -(-len(body) // pieces) or 1
     parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
-    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts)} for number, part in enumerate(parts, 1)
+    ]
 
     async def receive() -> Message:
         return messages.pop(0) if messages else {"type": "http.disconnect"}
