@@ -84,7 +84,7 @@ def export_prefix(
                 fields = (_MAGIC, VERSION, _HEADER_BYTES, 0, payload_bytes, len(parents), format_id)
                 file.write(seal(_HEADER.pack(*fields)))
                 for (key, parent), extent in zip(parents.items(), lease.extents, strict=True):
-                    with _chunk(cache, extent) as chunk:
+                    with pool_bytes(cache, extent) as chunk:
                         file.write(chunk_header.pack_header(key, parent, chunk, format_id))
                         file.write(chunk)
                 if not cache.release(lease):
@@ -119,7 +119,7 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
 
 
 @contextmanager
-def _chunk(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
+def pool_bytes(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
     """The bytes of this extent, while the body runs.
 
     Raises:
@@ -230,7 +230,7 @@ class _Import:
         for key, extent in zip(lease.keys, lease.extents, strict=True):
             entry = batch[number_of[key]]
             self.file.seek(entry.offset)
-            with _chunk(self.cache, extent) as chunk:
+            with pool_bytes(self.cache, extent) as chunk:
                 self.file.readinto(chunk)  # type: ignore[attr-defined]  # files from `open` have it
                 damage = chunk_header.check(entry.header, chunk, key=key, format_id=self.format_id)
             if damage is not None:

@@ -185,6 +185,7 @@ class PeersServed:
     turned_away: connections refused for lack of room or authentication.
     asked, held: chunks looked up, and those of them that were here.
     sent, sent_bytes: chunks sent, and the bytes of their payloads.
+    stored, stored_bytes: chunks that engines of other hosts stored here, and their bytes.
     """
 
     connections: int = 0
@@ -193,6 +194,8 @@ class PeersServed:
     held: int = 0
     sent: int = 0
     sent_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -523,8 +523,20 @@ class CacheServer:
         if self._config.peers.listen:
             from kv_server.peers.server import PeerServer
 
-            self._peers = PeerServer(self._config.peers, self.formats.for_peers)
+            self._peers = PeerServer(self._config.peers, self.formats.for_peers, self._open_for_peers)
             self.formats.peers_address = self.peers_address
+
+    def _open_for_peers(self, wanted: Format) -> None:
+        """Have this cache opened, on any thread, for engines of other hosts."""
+
+        def begin() -> None:
+            if wanted not in self.caches and self._passing is None and not self.formats.open(wanted, self._in_use()):
+                _log.warning(
+                    "an engine of another host may not store: there are caches of %d formats; raise max_formats",
+                    self._max_formats,
+                )
+
+        self.submit(begin)
 
     def _serve_peers(self) -> None:
         """Serve other hosts and let them find the caches, with tiers that were opened again."""

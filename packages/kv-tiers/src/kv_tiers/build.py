@@ -128,7 +128,8 @@ def build_local_cache(
     bounded = BoundedGroups()
     try:
         for number, options in enumerate(tiers):
-            context = TierContext(chunk_bytes, pool.slot_bytes, fingerprint_of_tier(options, fingerprint), bounded)
+            stored = fingerprint_of_tier(options, fingerprint)
+            context = TierContext(chunk_bytes, pool.slot_bytes, stored, tuple(group_bytes), bounded)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         cache = LocalCache(

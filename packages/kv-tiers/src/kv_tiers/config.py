@@ -200,6 +200,8 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
     """How long a peer may take to read a chunk, plus a second for each megabyte of it. A slower one is disconnected."""
     take_offers: bool = True
     """Whether to fetch chunks that a peer offers before it leaves (`kv drain`), into at most half of the pool."""
+    take_stores: bool = False
+    """Whether engines of other hosts may store, forget and clear chunks here, as this host's own may."""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -123,6 +123,7 @@ class TierContext:
     chunk_bytes: size of the largest chunk, and of the largest payload.
     slot_bytes: size of the pages that hold a chunk.
     fingerprint: identifies the format of the chunks' bytes.
+    group_bytes: size of the chunks of each group of layers. Empty: unknown, or there is one.
     bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
         (`kv_eviction.coverage`).
     name: for messages of a tier while it is created; empty: it has none yet.
@@ -131,6 +132,7 @@ class TierContext:
     chunk_bytes: int
     slot_bytes: int
     fingerprint: str
+    group_bytes: tuple[int, ...] = field(default=(), compare=False)
     bounded: BoundedGroups = field(default_factory=BoundedGroups, compare=False, repr=False)
     name: str = field(default="", compare=False, repr=False)
 

@@ -1,9 +1,9 @@
 """The second address of a server, at which other hosts' servers look up and read its chunks (`peers.wire`).
 
-A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
-has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where
-it is, and disconnects a peer that is too slow. The number of connections is limited; further ones are refused, and cost
-the others nothing.
+A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk, unless `take_stores` lets it
+(`peers.stores`). It can end a hold. Each connection has its own thread, and the serving thread never waits for one. A
+thread leases one chunk at a time, sends it from where it is, and disconnects a peer that is too slow. The number of
+connections is limited; further ones are refused, and cost the others nothing.
 """
 
 import socket
@@ -20,7 +20,6 @@ from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
-from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
@@ -30,8 +29,10 @@ from kv_server.address import REST_S, listen_at
 from kv_server.directory.entries import pack
 from kv_server.peers import wire
 from kv_server.peers.security import check_protected, read_token, tls_files
-from kv_server.peers.side import LOWER_S, PeerReads, peer_side
+from kv_server.peers.side import LOWER_S, FindCache, FoundCache, peer_side
+from kv_server.peers.stores import RemoteStores
 from kv_server.report import PeersServed
+from kv_server.wire import Format
 
 _log = limited_logger(__name__)
 
@@ -43,10 +44,6 @@ _IDLE_S: Final = 120.0
 _END_S: Final = 5.0
 _NO_CACHE_S: Final = 0.2
 """How soon a follower may query again if no engine has registered the cache yet."""
-
-FoundCache = tuple[LocalCache, PeerReads] | None
-FindCache = Callable[[str], FoundCache]
-"""The cache of a namespace, on any thread."""
 
 
 def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
@@ -60,11 +57,16 @@ def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
 class PeerServer:
     """Binds its address at once, and serves from `start` until `close`."""
 
-    def __init__(self, config: PeersConfig, find: FindCache) -> None:
-        """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
+    def __init__(self, config: PeersConfig, find: FindCache, open_cache: Callable[[Format], object]) -> None:
+        """open_cache: as for `RemoteStores`.
+
+        Raises:
+            ConfigError: the settings cannot be honoured, or the address is taken.
+        """
         listen, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
+        self._stores = RemoteStores(find, open_cache, config.timeout_s) if config.take_stores else None
         self._listener = listen_at(listen, f"{_WHERE}: listen")
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
@@ -172,11 +174,32 @@ class PeerServer:
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
             if isinstance(request, wire.PeerHello):
                 raise InputError("a peer says hello once")
+            if isinstance(request, wire.PeerStore | wire.PeerForget | wire.PeerClear):
+                self._answer_store(stream, request, deadline)
+                continue
             found = self._find(request.namespace)
             if isinstance(request, wire.Fetch):
                 self._answer_fetch(stream, request, found)
             else:
                 stream.send_message(self._answer(request, found), deadline)
+
+    def _answer_store(
+        self, stream: wire.PeerStream, request: wire.PeerStore | wire.PeerForget | wire.PeerClear, deadline: float
+    ) -> None:
+        if isinstance(request, wire.PeerStore):
+            if self._stores is None:
+                why = "it takes no stores of other hosts; write peers.take_stores: true there, or leave out stores here"
+                stream.send_message(wire.PeerWanted(bytes(len(wire.unpack_keys(request))), why), deadline)
+                return
+            stored, nbytes = self._stores.take(stream, request, deadline)
+            with self._lock:
+                self._counts.stored += stored
+                self._counts.stored_bytes += nbytes
+            return
+        if self._stores is None:
+            raise InputError("a peer may remove nothing here: peers.take_stores is false")
+        self._stores.forget(request)
+        stream.send_message(wire.PeerHeld(b"", None), deadline)
 
     def _answer(
         self,

@@ -165,6 +165,10 @@ class PeerReads:
             self._staging.put(None if is_lent else pages)
 
 
+FoundCache = tuple[LocalCache, PeerReads] | None
+FindCache = Callable[[str], FoundCache]
+"""The cache of a namespace, on any thread."""
+
 _MAX_KEYS: Final = 1 << 20
 """Limit of keys in all announcements together: about 100 MB."""
 

@@ -4,6 +4,9 @@ All peers are queried at once for the chunks they have, or a directory lists the
 from a peer that has it. The protocol is in `peers.wire`, connections and failing peers in `peers.hosts`. This side only
 reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden from us but stay there. After a
 clear, a peer is not used until it has been cleared more recently, because its chunks might be older than our clear.
+
+With `stores` there is one host, the server of an engine that has none on its own: chunks are stored there too, and
+discarded and cleared there as well as hidden here.
 """
 
 import queue
@@ -13,20 +16,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from typing import Final, Literal, TypeVar
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
+from kv_core.log import limited_logger, on_one_line
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 from kv_remote.factories import factory_of
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
-from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tier import Read, TierContext, TierUsage, Write, why_full
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
@@ -189,6 +193,9 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     follow: bool = False
     """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request
     needs them. For hosts that decode prompts that these peers compute."""
+    stores: bool = False
+    """Store chunks at the host, too, the only one: it is the server of an engine whose own host has none. There
+    `peers.take_stores` allows it."""
 
 
 class PeerTaker:
@@ -227,7 +234,8 @@ class PeersTier:
     have been hidden since."""
 
     name = "peers"
-    is_read_only: Literal[True] = True
+    is_read_only: Literal[True]
+    """Without `stores`."""
 
     def __init__(self, config: PeersTierConfig, context: TierContext) -> None:
         """Does not connect yet. Raises `ConfigError`."""
@@ -238,7 +246,18 @@ class PeersTier:
             )
         if addresses and config.directory is not None:
             raise ConfigError("peers: the directory says which hosts there are; leave out hosts")
+        if config.stores and len(addresses) != 1:
+            raise ConfigError(
+                "peers: stores needs hosts with one host, the server that keeps the chunks; without stores there may "
+                "be several, or a directory"
+            )
         check_protected(config, self.name)
+        self._stores = config.stores
+        if not config.stores:
+            self.is_read_only = True
+        self._group_bytes = context.group_bytes or (context.chunk_bytes,)
+        self._fingerprint = context.fingerprint
+        self._full = ""
         self.holds_is_local = self.lists_holders = config.directory is not None
         self._namespace = context.namespace
         self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
@@ -305,13 +324,35 @@ class PeersTier:
         return outcomes
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        return [Refused("peers store for themselves")] * len(writes)
+        if not self._stores:
+            return [Refused("peers store for themselves")] * len(writes)
+        host = next((peer for peer in self._hosts.peers() if peer.is_up()), None)
+        if host is None:
+            raise TierDown("the server that keeps the chunks does not answer")
+        outcomes: dict[ChunkKey, StoreOutcome] = {}
+        write_of = {write.key: write for write in writes}
+        try:
+            for keys in _questions(list(write_of), wire.MAX_FETCHED):
+                outcomes |= host.talk(partial(self._store, [write_of[key] for key in keys]), self._chunk_s)
+        except (OSError, InputError) as error:
+            raise TierDown(f"{host}: {error}") from error
+        with self._lock:
+            for key in [key for key, outcome in outcomes.items() if isinstance(outcome, Stored)]:
+                _remember(self._holders, key, (host,))
+        in_order = [outcomes[write.key] for write in writes]
+        self._full = why_full(in_order)
+        return in_order
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
             for key in keys:
                 self._holders.pop(key, None)
                 _remember(self._hidden, key, None)
+        forgets = [wire.PeerForget(self._namespace, pack_keys(some)) for some in _questions(keys)]
+        if all(self._removed_there(forget) for forget in forgets):
+            with self._lock:
+                for key in keys:
+                    self._hidden.pop(key, None)
 
     def clear(self) -> None:
         with self._lock:
@@ -319,19 +360,23 @@ class PeersTier:
             self._holders.clear()
         if self._directory is not None:
             self._directory.cleared()
+        self._removed_there(wire.PeerClear(self._namespace, b""))
 
     def clear_tenant(self, tenant: bytes) -> None:
         with self._lock:
             self._hidden_tenants.add(tenant)
             for key in [key for key in self._holders if key.tenant == tenant]:
                 del self._holders[key]
+        if self._removed_there(wire.PeerClear(self._namespace, tenant)):
+            with self._lock:
+                self._hidden_tenants.discard(tenant)
 
     def probe(self) -> None:
         if self._directory is None:
             self._ask((), anybody=True)
 
     def usage(self) -> TierUsage:
-        return TierUsage() if self._directory is None else TierUsage(chunks=self._directory.state().names)
+        return TierUsage(None if self._directory is None else self._directory.state().names, full=self._full)
 
     def close(self) -> None:
         self._following.close()
@@ -463,6 +508,39 @@ class PeersTier:
             return set()
         return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
 
+    def _removed_there(self, request: wire.PeerForget | wire.PeerClear) -> bool:
+        """Whether the server that keeps the chunks has removed these too. If it cannot, they stay hidden here."""
+        hosts = self._hosts.peers() if self._stores else []
+        answers = self._hosts.each(hosts, lambda host: host.ask(request, wire.PeerHeld, self._answer_s))
+        return bool(hosts) and len(answers) == len(hosts)
+
+    def _store(self, writes: Sequence[Write], stream: wire.PeerStream, deadline: float) -> dict[ChunkKey, StoreOutcome]:
+        """Have the server receive those of these chunks that it lacks."""
+        keys = [write.key for write in writes]
+        stream.send_message(wire.PeerStore(self._group_bytes, self._fingerprint, pack_keys(keys)), deadline)
+        answer = stream.answer(wire.PeerWanted, deadline)
+        if len(answer.wanted) != len(keys):
+            raise ConnectionError(f"{len(answer.wanted)} answers to {len(keys)} chunks")
+        if answer.refused:
+            return dict.fromkeys(keys, Refused(on_one_line(answer.refused)))
+        outcomes: dict[ChunkKey, StoreOutcome] = dict.fromkeys(keys, Stored())
+        wanted = list(compress(writes, answer.wanted))
+        if not wanted:
+            return outcomes
+        for write in wanted:
+            stream.send_stored(write, self._chunk_s, self.on_progress)
+        stored = stream.answer(wire.PeerStored, wire.deadline_for(0, self._chunk_s))
+        if len(stored.fates) != len(wanted):
+            raise ConnectionError(f"{len(stored.fates)} answers to {len(wanted)} chunks")
+        reason = on_one_line(stored.reason)
+        for write, fate in zip(wanted, stored.fates, strict=True):
+            if fate == wire.StoreFate.STORED:
+                with self._lock:
+                    self._hidden.pop(write.key, None)
+            else:
+                outcomes[write.key] = (Unstorable if fate == wire.StoreFate.UNSTORABLE else Refused)(reason)
+        return outcomes
+
     def _fetch(
         self,
         reads: Sequence[Read],
@@ -492,14 +570,14 @@ make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")
 """The factory of the tier type `peers`."""
 
 
-def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
-    """The keys of each `Holds`. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
+def _questions(keys: Sequence[ChunkKey], at_most: int = wire.MAX_ASKED) -> list[list[ChunkKey]]:
+    """The keys of each message. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
     all, but the keys of a message have one length."""
     keys_by_length: dict[int, list[ChunkKey]] = {}
     for key in keys:
         keys_by_length.setdefault(len(key), []).append(key)
     groups = keys_by_length.values()
-    return [group[start : start + wire.MAX_ASKED] for group in groups for start in range(0, len(group), wire.MAX_ASKED)]
+    return [group[start : start + at_most] for group in groups for start in range(0, len(group), at_most)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:

@@ -14,6 +14,8 @@ that they are unprotected:
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
     Sum     ->  Summed: checksums of what is here, for the directory (`directory`)
     List    ->  Listed: names of what is here, of some shards
+    PeerStore   ->  PeerWanted; then the header and the payload of each chunk that is wanted, in order  ->  PeerStored
+    PeerForget, PeerClear   ->  PeerHeld, of no keys
 
 `PeerRefused` may come instead of `PeerWelcome`, and ends the conversation, as everything malformed does. A peer is
 trusted no more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and
@@ -34,14 +36,16 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 import xxhash
 from kv_core.errors import InputError
-from kv_core.keys import KEY_BYTES, ChunkKey
+from kv_core.keys import KEY_BYTES, TENANT_BYTES, ChunkKey
 from kv_core.log import on_one_line
 from kv_remote.timed_socket import TimedSocket
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
+from kv_tiers.tier import Write
 
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
+from kv_server.wire import Format, GroupBytes
 
-VERSION: Final = 4
+VERSION: Final = 5
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `PeerHolds`."""
@@ -228,17 +232,69 @@ class Offered(Message, tag="offered"):
     room: Count
 
 
+class PeerStore(Message, tag="store"):
+    """The sender has these chunks of an engine, and stores those that the peer lacks.
+
+    group_bytes, fingerprint: the format of the chunks, of which the peer may have no cache yet.
+    """
+
+    group_bytes: GroupBytes
+    fingerprint: Text
+    keys: Keys
+
+    @property
+    def format(self) -> Format:
+        return self.group_bytes, self.fingerprint
+
+
+class PeerWanted(Message, tag="wanted"):
+    """wanted: a byte per key, 1: send this chunk, 0: it is here already.
+    refused: why the peer takes no chunk at all, and wants none; "" if it does."""
+
+    wanted: Annotated[bytes, msgspec.Meta(max_length=MAX_FETCHED)]
+    refused: Text
+
+
+class StoreFate(IntEnum):
+    """What became of a chunk that was sent."""
+
+    REFUSED = 0
+    STORED = 1
+    UNSTORABLE = 2
+
+
+class PeerStored(Message, tag="stored"):
+    """fates: a `StoreFate` as a byte for each chunk that was sent. reason: why one is not stored; "" if all are."""
+
+    fates: Annotated[bytes, msgspec.Meta(max_length=MAX_FETCHED)]
+    reason: Text
+
+
+class PeerForget(Message, tag="forget"):
+    """Nobody may find these chunks any more."""
+
+    namespace: Namespace
+    keys: Keys
+
+
+class PeerClear(Message, tag="clear"):
+    """Nobody may find any chunk of this namespace any more. tenant: only those of this tenant's tag; empty: all."""
+
+    namespace: Namespace
+    tenant: Annotated[bytes, msgspec.Meta(max_length=TENANT_BYTES)]
+
+
 class PeerRefused(Message, tag="refused"):
     text: Text
 
 
-Request = PeerHello | PeerHolds | Fetch | Follow | PeerTaken | Sum | List | Offer
-Answer = PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerRefused
+Request = PeerHello | PeerHolds | Fetch | Follow | PeerTaken | Sum | List | Offer | PeerStore | PeerForget | PeerClear
+Answer = PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerWanted | PeerStored | PeerRefused
 
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered)
+A = TypeVar("A", PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered, PeerWanted, PeerStored)
 
 
 def frame(message: Request | Answer) -> bytes:
@@ -252,10 +308,10 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
-def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer) -> list[ChunkKey]:
+def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer | PeerStore | PeerForget) -> list[ChunkKey]:
     """Raises `InputError`: there are too many, or they are not keys of this release."""
     keys = request.keys.unpack()
-    max_keys = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
+    max_keys = MAX_FETCHED if isinstance(request, Fetch | PeerStore) else MAX_ASKED
     if len(keys) > max_keys:
         raise InputError(f"{len(keys)} keys in one request; at most {max_keys} are allowed")
     return keys
@@ -322,6 +378,15 @@ class PeerStream(TimedSocket):
             running.update(piece)
             unsent.append(piece)
         self.send([*unsent, header(running.digest())], min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
+
+    def send_stored(self, write: Write, timeout_s: float, on_progress: Callable[[], object]) -> None:
+        """The header and the payload of a chunk. Arguments as for `receive_chunk`."""
+        deadline = deadline_for(write.stored_bytes, timeout_s)
+        self.send([write.header], min(deadline, deadline_for(0, timeout_s)))
+        for offset in range(0, write.stored_bytes, _PIECE_BYTES):
+            piece = write.payload[offset : offset + _PIECE_BYTES]
+            self.send([piece], min(deadline, deadline_for(piece.nbytes, timeout_s)))
+            on_progress()
 
     def receive_chunk(self, into: memoryview, timeout_s: float, on_progress: Callable[[], object]) -> bytes:
         """Receive until `into` is full. Returns its checksum.
