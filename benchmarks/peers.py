@@ -18,6 +18,7 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
+import itertools
 import multiprocessing
 import os
 import shlex
@@ -35,9 +36,10 @@ from unittest import mock
 
 import xxhash
 from kv_core import ChunkKey
-from kv_core.outcome import Loaded
+from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
+from kv_server.peers.tier import make_peers_tier
 from kv_server.peers.wire import PeerStream
 from kv_testing.certificates import Authority
 from kv_tiers import chunk_header
@@ -45,7 +47,7 @@ from kv_tiers.build import build_lane
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.tier import Read, TierContext
+from kv_tiers.tier import Read, TierContext, Write
 
 from benchmarks._nixl import NixlReader, is_installed
 from benchmarks._report import Row, median_s, paired_medians_s, parser, report
@@ -114,7 +116,7 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None, repeats: i
     config = {
         "host": {"capacity_bytes": 2 * CHUNKS * CHUNK_BYTES},
         "tiers": [disk],
-        "peers": {"listen": "127.0.0.1:0", "unprotected": not files, **files},
+        "peers": {"listen": "127.0.0.1:0", "take_stores": True, "unprotected": not files, **files},
     }
     server = launch(config, socket=home / "s")
     ending.callback(server.stop)
@@ -151,7 +153,7 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None, repeats: i
         if is_installed():
             rows.append(_beside_nixl(lane, reads, repeats))
         rows += [_round_trips(lane), *_engines_wait(cache, host), _from_disk(cache, lane, reads, ours_s)]
-    return rows
+    return [*rows, _storing(host, files, bare, reads, repeats)]
 
 
 def _beside_bare(lane: Lane, reads: Sequence[Read], bare: socket.socket, repeats: int) -> list[tuple[float, float]]:
@@ -164,6 +166,35 @@ def _beside_bare(lane: Lane, reads: Sequence[Read], bare: socket.socket, repeats
         )
         for with_checksums in (False, True)
     ]
+
+
+def _storing(host: str, files: dict[str, str], bare: socket.socket, reads: Sequence[Read], repeats: int) -> Row:
+    """Chunks that an engine keeps in a server of another host, where they push others out. The bare socket carries them
+    the other way."""
+    options = {"hosts": [host], "stores": True, "unprotected": not files, **files}
+    tier = make_peers_tier(options, CONTEXT)
+    turns = itertools.count()
+    pages = [read.pages for read in _reads(HostPool.anonymous("stored", CHUNK_BYTES, CHUNKS))]
+    for page in pages:
+        page[:] = os.urandom(4096) * (CHUNK_BYTES // 4096)
+    checksums = [chunk_header.checksums_of(page, CHUNK_BYTES)[0] for page in pages]
+    format_id = chunk_header.format_id(CONTEXT.fingerprint)
+
+    def store() -> None:
+        keys = key_chain(CHUNKS, branch=f"stored {next(turns)}")  # what is there already would not be sent
+        writes = [
+            Write(key, None, chunk_header.pack_header(key, None, page, format_id, checksum), page, CHUNK_BYTES)
+            for key, page, checksum in zip(keys, pages, checksums, strict=True)
+        ]
+        outcomes = tier.store(writes)
+        assert outcomes == [Stored()] * CHUNKS, outcomes
+
+    name = "TLS" if files else "TCP"
+    ours_s, bare_s = paired_medians_s(store, lambda: _receive(bare, reads, with_checksums=True), repeats)
+    tier.close()
+    return _rate(
+        f"stored at a peer over {name} by one thread, against a bare socket with checksums", ours_s, bare_s, 0.6
+    )
 
 
 def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, WARM_HITS, Answer, started
+from engines import PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_server import wire
 from kv_server.connection import ask_server
 from kv_server.process import ServerProcess, launch
@@ -182,3 +182,59 @@ def test_over_a_slow_line_what_is_quicker_to_compute_is_computed(tiny_llama: str
         assert sum(second.hits[3:]) <= 1024
         until(lambda: cache_of(here).counts.chunks_reserved == 0, within_s=30)  # what is on its way still arrives
         second.assert_at_rest()
+
+
+# An engine whose own host has no server.
+
+
+def keeper(ending: ExitStack, home: Path, listen: str = "127.0.0.1:0") -> ServerProcess:
+    """A server that keeps what engines of other hosts store."""
+    peers = {"listen": listen, "unprotected": True, "take_stores": True}
+    server = launch({"host": {"capacity_bytes": LARGE}, "cold": {"wait_s": 20.0}, "peers": peers}, socket=home / "s")
+    ending.callback(server.stop)
+    return server
+
+
+def kept_at(server: ServerProcess) -> dict[str, Any]:
+    """Settings of an engine whose own pool has four of the six chunks that the prompts make."""
+    tier = {"type": "peers", "hosts": [server.peers], "stores": True, **PATIENT}
+    return {"host": {"capacity_bytes": SMALL}, "tiers": [tier], "cold": {"wait_s": 20.0}}
+
+
+def test_an_engine_keeps_its_chunks_in_another_hosts_server(
+    tiny_llama: str, reference: list[Answer], ending: ExitStack, tmp_path: Path
+) -> None:
+    server = keeper(ending, tmp_path)
+    with started(tiny_llama, cache=kept_at(server)) as first:
+        assert first.ask_in_turn(PROMPTS, settles=True) == reference
+        first.assert_at_rest()
+    assert cache_of(server).counts.chunks_resident == 6
+    with started(tiny_llama, cache=kept_at(server)) as second:  # as after a restart
+        assert second.ask_in_turn(PROMPTS, settles=True) == reference
+        assert second.hits == WARM_HITS
+        second.assert_at_rest()
+        # Without this the comparisons above could not fail.
+        second.inside("kv_corrupt")
+        assert second.ask([PROMPTS[5]]) != [reference[5]]
+
+
+@pytest.mark.slow
+def test_a_server_elsewhere_that_dies_and_returns_costs_hits_only(
+    tiny_llama: str, reference: list[Answer], ending: ExitStack, tmp_path: Path
+) -> None:
+    server = keeper(ending, tmp_path)
+    with started(tiny_llama, cache=kept_at(server)) as engine:
+        assert engine.ask_in_turn(PROMPTS, settles=True) == reference
+        server.stop(timeout_s=0)
+        assert engine.ask_in_turn(PROMPTS) == reference
+        again = keeper(ending, tmp_path, server.peers)
+        until(lambda: served(again, engine, reference), within_s=60)
+        engine.assert_at_rest()
+
+
+def served(server: ServerProcess, engine: Engine, reference: list[Answer]) -> bool:
+    """Whether all chunks have come to this server; the engine is asked again until they have."""
+    assert engine.ask_in_turn(PROMPTS) == reference
+    answer = ask_server(server.socket, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    return [one.counts.chunks_resident for one in answer.report.caches] == [6]
