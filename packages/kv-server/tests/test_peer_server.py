@@ -331,7 +331,7 @@ def test_settings_that_cannot_be_honoured_end_the_start(
     options: Mapping[str, object], message: str, home: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        peers.PeerServer(read_config({"peers": options}).peers, lambda namespace: None)
+        peers.PeerServer(read_config({"peers": options}).peers, lambda _: None, lambda _: None)
 
 
 def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
@@ -339,16 +339,18 @@ def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
     readable = Path(token_file(tmp_path / "token", "a secret of some length"))
     readable.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)), lambda namespace: None)
+        peers.PeerServer(
+            PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)), lambda _: None, lambda _: None
+        )
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None)
 
 
 def test_a_key_with_a_passphrase_ends_the_start_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
     files = Authority(tmp_path / "ours").issue("localhost", passphrase=b"hush")
     with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None)
     redis = {"url": "rediss://h", **files}
     with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
         make_redis_tier(redis, CONTEXT)

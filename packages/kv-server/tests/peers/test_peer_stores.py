@@ -236,7 +236,7 @@ def test_a_server_that_takes_no_stores_keeps_everything_and_says_what_to_write(e
     server = listening()
     ending.callback(server.close)
     keys = key_chain(2)
-    local = server.join()
+    local = join_at(server.path)
     lease = local.begin_store(keys, "w")
     local.commit(lease)
     ending.callback(local.close)
