@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -284,6 +285,20 @@ def test_a_server_that_is_restarted_is_a_miss_and_then_stored_to_again(ending: E
     store(cache, key_chain(8, branch="that pushes them out"))
     assert cache._index.find(keys[0]) is None
     assert found(cache, keys) == 2
+
+
+def test_a_restarted_servers_disk_is_found_by_those_who_only_look(ending: ExitStack, tmp_path: Path) -> None:
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": 64 * SLOT_BYTES}
+    keys = key_chain(3)
+    first = listening(16, peers={"take_stores": True}, tiers=[disk])
+    with ExitStack() as before:
+        assert tier_of(before, address_of(first)).store(writes_of(keys)) == [Stored()] * 3
+    first.close()
+    second = listening(16, peers={"take_stores": True}, tiers=[disk])
+    ending.callback(second.close)
+    tier = tier_of(ending, address_of(second))
+    until(lambda: tier.holds(keys) == [True] * 3)
+    assert tier.load(reads_of(CONTEXT, keys)) == [Loaded(CHUNK_BYTES)] * 3
 
 
 def connected(ending: ExitStack, server: ThreadedServer) -> PeerStream:

@@ -49,8 +49,8 @@ class RemoteStores:
         self._numbers = itertools.count(1)
 
     def take(self, stream: wire.PeerStream, request: wire.PeerStore, deadline: float) -> tuple[int, int]:
-        """Answer this request: receive the chunks that are not here, and store them. Returns how many are stored, and
-        their bytes.
+        """Answer this request: receive the chunks that are not here, and store them; if it names none, have their cache
+        opened. Returns how many are stored, and their bytes.
 
         Raises:
             OSError: the sender is gone, or too slow.
@@ -58,8 +58,10 @@ class RemoteStores:
             MisuseError: the cache was closed meanwhile.
         """
         keys = wire.unpack_keys(request)
-        found = self._opened(request.format)
-        if found is None:
+        found = self._opened(request.format, wait_s=min(self._timeout_s / 2, _OPENING_S) if keys else 0.0)
+        if not keys:
+            why = ""
+        elif found is None:
             why = "it has no cache of this format yet, and could not open one in time; its log says more"
         elif not self._senders.acquire(timeout=_BUSY_S):
             why = "it is busy with what others store"
@@ -83,9 +85,9 @@ class RemoteStores:
         elif found is not None:
             found[0].clear()
 
-    def _opened(self, wanted: Format) -> tuple[LocalCache, PeerReads] | None:
+    def _opened(self, wanted: Format, wait_s: float) -> tuple[LocalCache, PeerReads] | None:
         namespace = TierContext(max(wanted[0]), 0, wanted[1]).namespace
-        until_s = time.monotonic() + min(self._timeout_s / 2, _OPENING_S)
+        until_s = time.monotonic() + wait_s
         found = self._find(namespace)
         if found is None:
             self._open_cache(wanted)

@@ -498,7 +498,11 @@ class PeersTier:
 
     def _held(self, keys: Sequence[ChunkKey], stream: wire.PeerStream, deadline: float) -> set[ChunkKey]:
         sent_s = time.monotonic()
+        if self._stores:  # the server may have been restarted, and opens a cache only for those who name its format
+            stream.send_message(wire.PeerStore(self._group_bytes, self._fingerprint, pack_keys(())), deadline)
         stream.send_message(wire.PeerHolds(self._namespace, pack_keys(keys)), deadline)
+        if self._stores:
+            stream.answer(wire.PeerWanted, deadline)
         answer = stream.answer(wire.PeerHeld, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")

@@ -233,7 +233,8 @@ class Offered(Message, tag="offered"):
 
 
 class PeerStore(Message, tag="store"):
-    """The sender has these chunks of an engine, and stores those that the peer lacks.
+    """The sender has these chunks of an engine, and stores those that the peer lacks. Without keys it only has their
+    cache opened.
 
     group_bytes, fingerprint: the format of the chunks, of which the peer may have no cache yet.
     """
