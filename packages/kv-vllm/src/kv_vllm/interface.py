@@ -29,6 +29,7 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "get_block_ids_with_load_errors": [],
     "requires_piecewise_for_cudagraph": ["extra_config"],
     "bind_kv_cache_manager": ["kv_cache_manager"],
+    "on_new_request": ["request"],
     "get_num_new_matched_tokens": ["request", "num_computed_tokens"],
     "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
     "build_connector_meta": ["scheduler_output"],
@@ -97,7 +98,7 @@ def interface_differences() -> Iterator[str]:
     yield from field_differences(KVConnectorBlockState, ["boundary_state_offloads"])
     yield from call_differences(
         Request,
-        {"__init__": ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]},
+        {"__init__": ["request_id", "prompt_token_ids", "sampling_params", "pooling_params", "kv_hints"]},
     )
 
 

@@ -25,7 +25,7 @@ Plain: TypeAlias = Any
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TenantTag = Annotated[bytes, msgspec.Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
 
-STEP_VERSION = 12
+STEP_VERSION = 13
 _MAX_BLOCK: Final = (1 << 31) - 1
 _CHECKSUM_BYTES: Final = 16
 NO_SPACE = bytes(SPACE_ID_BYTES)

@@ -104,7 +104,9 @@ class LocalCache:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
-        self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
+        self.admin = Administration(
+            self, self._host, self._index, shares, self.lower, holds=self.holds, clock=self._clock
+        )
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._direct = next((extension for extension in extensions if isinstance(extension, FindsInFiles)), None)
