@@ -1,5 +1,6 @@
 """What requests say for themselves, under vLLM's real schedulers and on its real engine."""
 
+import itertools
 import json
 import logging
 import re
@@ -13,8 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 from engines import PROMPTS, SHARED, Engine, started
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kv_connect.engine import engines
 from kv_connect.request_options import Controls, chosen
+from kv_core.keys import tenant_tag
 from kv_core.log import LIMIT
 from kv_testing.wait import until
 from kv_tiers import LocalCache
@@ -169,6 +173,51 @@ def test_a_hint_promotes_a_prompt_before_vllm_asks_for_it(tiny_llama: str, tmp_p
         assert promoted_before_it_is_asked_for("hinted", envelope("kv.prefetch")) == 3
         assert made.loaded - loaded == 192
         assert outcome(made, "hinted")["outcome"] == "accepted"
+
+
+def test_no_hint_of_one_tenant_changes_what_another_with_a_quota_finds(tiny_llama: str) -> None:
+    def found(hinted: str) -> list[int]:
+        salt = "salt of a tenant"
+        tenants = [{"name": "b", "tag": tenant_tag(salt).hex(), "quota_bytes": "1MiB"}]
+        finds = []
+        with small(tiny_llama, 24, tenants=tenants) as made:
+            for number in range(4):
+                hints = {"hints": envelope(hinted, **({"ttl_seconds": 60} if "retain" in hinted else {}))}
+                for prompt in (PROMPT, [9 + number, *PROMPT[1:]]):
+                    made.ask(f"a {number} {prompt[0]}", prompt, asked=hints if hinted else None)
+                before = made.loaded
+                for part in range(3):
+                    made.submit(f"b {number} {part}", [5 + part, *PROMPT[1 : 100 + 50 * part]], cache_salt=salt)
+                    made.run()
+                finds.append(made.loaded - before)
+        return finds
+
+    alone = found("")
+    assert any(alone)
+    for kind in ("kv.retain", "kv.demote", "kv.prefetch"):
+        assert found(kind) == alone
+
+
+def test_whatever_comes_as_hints_every_token_is_right(tiny_llama: str) -> None:
+    words = st.sampled_from(["0.1", "1.0", "kv.retain", "kv.demote", "kv.prefetch", "kv.pin", "a"])
+    fields = st.sampled_from(["ttl_seconds", "priority", "name", "directives", "duration"])
+    numbers = st.integers() | st.floats()
+    payloads = st.dictionaries(fields, numbers | words | st.lists(st.dictionaries(fields, numbers, max_size=3)))
+    names = ("action_id", "action_type", "action_version")
+    actions = st.fixed_dictionaries(dict.fromkeys(names, words) | {"payload": payloads}) | payloads
+    seen = itertools.count()
+    with small(tiny_llama, 6) as made:
+
+        @settings(max_examples=60, deadline=None, database=None)
+        @given(st.lists(actions, max_size=3) | words, st.booleans())
+        def ask(sent: Any, kept: bool) -> None:
+            hints = {"protocol_version": "0.1", "message_id": "m", "actions": sent}
+            number = next(seen)
+            made.ask(f"request {number}", [5 + number % 4, *PROMPT[1:]], asked={"hints": hints, "store": kept})
+            assert made.answers[f"request {number}"]["kv_hints"]["message_id"] in ("m", "")
+
+        ask()
+        assert made.loaded > 0
 
 
 HINTS: list[tuple[dict[str, Any], Any, str, str]] = [

@@ -79,6 +79,7 @@ class CoveragePolicy:
         self._recent = LruPolicy()
         self.bounded_slots: set[int] = set()
         """The slots of chunks of bounded groups, and of those that were demoted: `_recent` orders them."""
+        self._demoted: set[int] = set()
         self._last_use: list[int] = []  # by slot, since there are such slots or groups; 0: never
         self._now = 0
 
@@ -112,6 +113,7 @@ class CoveragePolicy:
             self._last_use[slot] = 0
         if slot in self.bounded_slots:
             self.bounded_slots.remove(slot)
+            self._demoted.discard(slot)
             self._recent.removed(slot)
         else:
             self.policy.removed(slot)
@@ -137,6 +139,7 @@ class CoveragePolicy:
             if slot not in self.bounded_slots:
                 self.policy.removed(slot)
                 self.bounded_slots.add(slot)
+                self._demoted.add(slot)
                 self._recent.added((), [slot])
                 if slot in excluded:
                     self._recent.exclude(slot)
@@ -176,10 +179,17 @@ class CoveragePolicy:
             split -= 1
         unbounded = slots[:split]
         if bounded_slots.isdisjoint(unbounded):
-            return list(slots[split:]), keys[:split], unbounded
+            return self._worth_most_last(slots[split:]), keys[:split], unbounded
         indexes = [index for index, slot in enumerate(slots) if slot not in bounded_slots]
-        recent = [slot for slot in slots if slot in bounded_slots]
+        recent = self._worth_most_last([slot for slot in slots if slot in bounded_slots])
         return recent, [keys[index] for index in indexes] if keys else (), [slots[index] for index in indexes]
+
+    def _worth_most_last(self, slots: Sequence[int]) -> list[int]:
+        """Of a window that is the last chunk, of chunks that were demoted the first."""
+        if self._demoted.isdisjoint(slots):
+            return list(slots)
+        demoted = [slot for slot in slots if slot in self._demoted]
+        return [slot for slot in slots if slot not in self._demoted] + demoted[::-1]
 
 
 def _group_of(key: ChunkKey) -> bytes:

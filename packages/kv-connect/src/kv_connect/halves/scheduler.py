@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -50,6 +51,10 @@ _TRY_EVERY: Final = 16
 _MAX_REMEMBERED: Final = 1 << 16
 _HALVE_ABOVE: Final = 1024.0
 _NEVER: Final = 1 << 62
+_PREFETCH: Final = "/prefetch"
+"""The end of the name of a holder that is not the request's own."""
+_MAX_PREFETCHES: Final = 4
+"""How many requests are looked up in a step before the engine asks for them; further ones have their turn."""
 
 
 class HandOvers:
@@ -313,19 +318,22 @@ class SchedulerHalf:
     def prefetch(self, request: RequestTokens) -> None:
         """Have lower tiers' chunks of a request that has just arrived promoted, whether or not that pays. Their leases
         end with the promotion: until the request is matched they are chunks like others."""
+        self._prefetched[request.request_id] = request
+        self._go_on_prefetching()
+
+    def _go_on_prefetching(self) -> None:
         if self._space is None or not self._shape.loads:
             return
-        holder = f"{self._holder(request.request_id)}/prefetch"
-        keys = self._prompt_keys(request, self._track(request))
-        tiers = request.controls.tiers
-        plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
-        self._prefetched[request.request_id] = request
-        if plan.ended is not Ended.PENDING:
-            self._end_prefetch(request.request_id)
+        for request in list(islice(self._prefetched.values(), _MAX_PREFETCHES)):
+            keys, tiers = self._prompt_keys(request, self._track(request)), request.controls.tiers
+            holder = self._holder(request.request_id) + _PREFETCH
+            plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
+            if plan.ended is not Ended.PENDING:
+                self._end_prefetch(request.request_id)
 
     def _end_prefetch(self, request_id: str) -> None:
         if self._prefetched.pop(request_id, None) is not None:
-            self._service.end(f"{self._holder(request_id)}/prefetch")
+            self._service.end(self._holder(request_id) + _PREFETCH)
 
     def is_layerwise(self, request_id: str) -> bool:
         """Whether the tokens last offered to this request are loaded in the step in which it gets its blocks, so that
@@ -421,8 +429,7 @@ class SchedulerHalf:
 
         trial: as in `StepPlan`.
         """
-        for request in list(self._prefetched.values()):
-            self.prefetch(request)
+        self._go_on_prefetching()
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
         plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
