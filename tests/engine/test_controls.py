@@ -201,14 +201,14 @@ def test_no_hint_of_one_tenant_changes_what_another_with_a_quota_finds(tiny_llam
 def test_whatever_comes_as_hints_every_token_is_right(tiny_llama: str) -> None:
     words = st.sampled_from(["0.1", "1.0", "kv.retain", "kv.demote", "kv.prefetch", "kv.pin", "a"])
     fields = st.sampled_from(["ttl_seconds", "priority", "name", "directives", "duration"])
-    numbers = st.integers() | st.floats()
+    numbers = st.integers(-(1 << 63), (1 << 63) - 1) | st.floats()  # larger ones vLLM itself refuses
     payloads = st.dictionaries(fields, numbers | words | st.lists(st.dictionaries(fields, numbers, max_size=3)))
     names = ("action_id", "action_type", "action_version")
     actions = st.fixed_dictionaries(dict.fromkeys(names, words) | {"payload": payloads}) | payloads
     seen = itertools.count()
     with small(tiny_llama, 6) as made:
 
-        @settings(max_examples=60, deadline=None, database=None)
+        @settings(max_examples=30, deadline=None, database=None)
         @given(st.lists(actions, max_size=3) | words, st.booleans())
         def ask(sent: Any, kept: bool) -> None:
             hints = {"protocol_version": "0.1", "message_id": "m", "actions": sent}
