@@ -8,7 +8,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_server.hints import MAX_ACTIONS, Demote, Hint, HintOutcome, HintOutcomes, Pin, Prefetch, Retain, read_hints
+from kv_server.hints import (
+    MAX_ACTIONS,
+    DemoteHint,
+    Hint,
+    HintOutcome,
+    HintOutcomes,
+    PinHint,
+    PrefetchHint,
+    RetainHint,
+    read_hints,
+)
 
 
 def action(kind: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
@@ -34,7 +44,7 @@ def test_actions_are_read_in_their_order() -> None:
     )
     assert hints.message_id == "m"
     assert [hint.payload for hint in hints.actions if isinstance(hint, Hint)] == [
-        Retain(60), Prefetch(), Demote(), Pin("a"),
+        RetainHint(60), PrefetchHint(), DemoteHint(), PinHint("a"),
     ]  # fmt: skip
 
 
@@ -53,7 +63,7 @@ def test_actions_are_read_in_their_order() -> None:
 )
 def test_a_prompt_is_retained_for_the_longest_of_the_times(payload: dict[str, Any], seconds: float) -> None:
     (hint,) = read_hints(envelope(action("kv.retain", **payload))).actions
-    assert isinstance(hint, Hint) and isinstance(hint.payload, Retain) and hint.payload.seconds == seconds
+    assert isinstance(hint, Hint) and isinstance(hint.payload, RetainHint) and hint.payload.seconds == seconds
 
 
 @pytest.mark.parametrize(
@@ -120,7 +130,7 @@ def test_whatever_comes_is_read_and_can_be_answered(sent: Any) -> None:
     assert len(said) < 300 + 1500 * len(outcomes)
     said.decode("ascii" if all("…" not in one.why for one in outcomes) else "utf-8")
     for hint in hints.actions:
-        assert not (isinstance(hint, Hint) and isinstance(hint.payload, Retain)) or hint.payload.seconds > 0
+        assert not (isinstance(hint, Hint) and isinstance(hint.payload, RetainHint)) or hint.payload.seconds > 0
 
 
 class Hostile:

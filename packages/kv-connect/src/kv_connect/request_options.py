@@ -18,14 +18,14 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_server.hints import (
     MAX_TTL_S,
-    Demote,
+    DemoteHint,
     HintOutcome,
     HintOutcomes,
     Hints,
-    Pin,
-    Prefetch,
-    Retain,
-    Unpin,
+    PinHint,
+    PrefetchHint,
+    RetainHint,
+    UnpinHint,
     read_hints,
 )
 from kv_tiers.options import in_words, nearest, spelled_as
@@ -152,21 +152,21 @@ def _follow(controls: Controls, hints: Hints) -> Controls:
             outcomes.append(hint)
             continue
         match hint.payload:
-            case Retain() | Demote() if not controls.store:
+            case RetainHint() | DemoteHint() if not controls.store:
                 outcome = hint.rejected("this request stores nothing")
-            case Retain(seconds=asked_s):
+            case RetainHint(seconds=asked_s):
                 retain_s = min(asked_s, MAX_TTL_S)
                 controls = msgspec.structs.replace(controls, retain_s=max(retain_s, controls.retain_s))
                 outcome = hint.accepted(ttl_seconds=retain_s)
                 if asked_s > retain_s:
                     outcome = hint.clipped("chunks are retained for an hour at most", ttl_seconds=retain_s)
-            case Demote():
+            case DemoteHint():
                 controls, outcome = msgspec.structs.replace(controls, is_demoted=True), hint.accepted()
-            case Prefetch() if not (controls.load and controls.promote):
+            case PrefetchHint() if not (controls.load and controls.promote):
                 outcome = hint.rejected("this request loads nothing from lower tiers")
-            case Prefetch():
+            case PrefetchHint():
                 controls, outcome = msgspec.structs.replace(controls, is_prefetched=True), hint.accepted()
-            case Pin() | Unpin():
+            case PinHint() | UnpinHint():
                 outcome = hint.rejected("a pin has no end: send kv.retain, or have an operator pin it by POST /hints")
         outcomes.append(outcome)
     return msgspec.structs.replace(controls, hinted=HintOutcomes(hints.message_id, tuple(outcomes)))

@@ -8,7 +8,7 @@ payloads are those that the engines' own proposals use, where they mean the same
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
 from kv_tiers.options import in_words, nearest, spelled_as
@@ -70,7 +70,7 @@ class _Directive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     covers_output: bool = False
 
 
-class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the prompt in the pool, for the longest of the times given; priority 0 is none."""
 
     KIND: ClassVar = "kv.retain"
@@ -87,29 +87,29 @@ class Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((math.inf if seconds is None else seconds for seconds in times), default=0.0)
 
 
-class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefetchHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bring the prompt from the lower tiers into the pool."""
 
     KIND: ClassVar = "kv.prefetch"
 
 
-class Demote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The prompt is the first to leave the pool."""
 
     KIND: ClassVar = "kv.demote"
 
 
-class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     KIND: ClassVar = "kv.pin"
     name: Annotated[str, spelled_as(r"^[A-Za-z0-9._-]{1,64}\Z", "a name of up to 64 letters, digits, dots and dashes")]
 
 
-class Unpin(Pin, frozen=True, forbid_unknown_fields=True):
+class UnpinHint(PinHint, frozen=True, forbid_unknown_fields=True):
     KIND: ClassVar = "kv.unpin"
 
 
-Payload = Retain | Prefetch | Demote | Pin | Unpin
-_PAYLOADS: Final[Mapping[str, type[Payload]]] = {kind.KIND: kind for kind in (Retain, Prefetch, Demote, Pin, Unpin)}
+Payload = RetainHint | PrefetchHint | DemoteHint | PinHint | UnpinHint
+_PAYLOADS: Final[Mapping[str, type[Payload]]] = {kind.KIND: kind for kind in get_args(Payload)}
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "kv.share": "every engine whose settings name the same tiers or peers has these chunks already",
     "kv.fetch": "the settings name the peers to read from, never a request",
@@ -168,7 +168,7 @@ def _read(given: object) -> Hint | HintOutcome:
         if action.action_version != _VERSION:
             return _rejected(action_id, kind, f"its version is {action.action_version!r}; this cache has {_VERSION}")
         hint = Hint(action_id, msgspec.convert(action.payload, _PAYLOADS[kind]))
-        if isinstance(hint.payload, Retain) and not hint.payload.seconds:
+        if isinstance(hint.payload, RetainHint) and not hint.payload.seconds:
             return hint.rejected("it retains nothing: give ttl_seconds, and a priority above 0")
         return hint
     except Exception as error:  # noqa: BLE001  # as above

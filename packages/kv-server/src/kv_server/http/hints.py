@@ -17,14 +17,14 @@ from msgspec import Meta
 
 from kv_server.hints import (
     MAX_TTL_S,
-    Demote,
+    DemoteHint,
     Hint,
     HintOutcome,
     HintOutcomes,
-    Pin,
-    Prefetch,
-    Retain,
-    Unpin,
+    PinHint,
+    PrefetchHint,
+    RetainHint,
+    UnpinHint,
     read_hints,
 )
 from kv_server.http.operation import Operation, Problem
@@ -52,7 +52,7 @@ def hint_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]
         async def outcome_of(action: Hint | HintOutcome) -> HintOutcome:
             if isinstance(action, HintOutcome):
                 return action
-            if isinstance(action.payload, Prefetch):
+            if isinstance(action.payload, PrefetchHint):
                 return await _prefetch(relay, cache, keys, shape, action)
             return await relay.call(partial(_do, cache, keys, shape, action, tag.hex()))
 
@@ -66,19 +66,19 @@ def hint_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]
 def _do(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape, hint: Hint, tenant: str) -> HintOutcome:
     admin, requested = cache.admin, len(keys) // shape.keys_per_chunk
     match hint.payload:
-        case Unpin(name):
+        case UnpinHint(name):
             pinned = admin.unpin(f"{tenant}.{name}")
             return hint.accepted() if pinned else hint.rejected(f"this tenant has no pin {name!r}")
-        case Pin(name):
+        case PinHint(name):
             chunks = admin.pin(keys, f"{tenant}.{name}", shape=shape)
             return _of(hint, chunks, requested, "pins take half of the pool or quota at most")
-        case Retain(seconds=asked_s):
-            retain_s = min(asked_s, MAX_TTL_S)
-            chunks = admin.retain(keys, retain_s, shape=shape)
+        case RetainHint(seconds=asked_s):
+            seconds = min(asked_s, MAX_TTL_S)
+            chunks = admin.retain(keys, seconds, shape=shape)
             limits = "at most an hour, and a quarter of the pool or quota"
-            enough = requested if asked_s == retain_s else requested + 1
-            return _of(hint, chunks, enough, limits, ttl_seconds=retain_s)
-        case Demote():
+            enough = requested if asked_s == seconds else requested + 1
+            return _of(hint, chunks, enough, limits, ttl_seconds=seconds)
+        case DemoteHint():
             chunks = -(-admin.demote(keys) // shape.keys_per_chunk)
             return _of(hint, chunks, requested, "the pool holds no more of it")
     raise AssertionError(hint)

@@ -176,14 +176,14 @@ class Administration:
                 break
         return 0 if plan is None else plan.chunks
 
-    def retain(self, keys: Sequence[ChunkKey], retain_s: float, *, shape: ChunkShape = PLAIN) -> int:
+    def retain(self, keys: Sequence[ChunkKey], seconds: float, *, shape: ChunkShape = PLAIN) -> int:
         """Retain what the longest hit in the pool needs, as a store does (`StoreOptions`); returns how many leading
         chunks of it there was room for."""
         with self._host.lock:
             self._host.check_open()
             hit = find_hit(self._index, list(keys), shape)
             now_s = self._clock.now_s()
-            self._holds.hold(hit.slots, now_s + retain_s, now_s, retain=True)
+            self._holds.hold(hit.slots, now_s + seconds, now_s, retain=True)
             held = self._holds.until_s().keys()
             kept = next((place for place, slot in enumerate(hit.slots) if slot not in held), len(hit.slots))
             if kept == len(hit.slots):
