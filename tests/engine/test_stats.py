@@ -1,5 +1,6 @@
 """Our figures in vLLM's own metrics, and where it says that cached tokens came from."""
 
+import json
 import re
 import subprocess
 import tempfile
@@ -181,7 +182,8 @@ def scraped(url: str) -> dict[str, float]:
 def test_the_api_servers_metrics_and_the_pages_examples_over_http(spelling_llama: str, tmp_path: Path) -> None:
     """`docs/requests.md` as it is but for the port, at a server whose worker and cache are in other processes."""
     page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
-    (example,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "localhost:8000" in block]
+    example = "".join(block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "localhost:8000" in block)
+    (outcomes,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     cache = {"host": {"capacity_bytes": "64MiB"}}
     with (
@@ -190,7 +192,8 @@ def test_the_api_servers_metrics_and_the_pages_examples_over_http(spelling_llama
     ):
         pasted = example.replace("http://localhost:8000", url)
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", pasted], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0 and done.stdout.count('"choices"') == 2, (done.stdout, done.stderr)
+        assert done.returncode == 0 and done.stdout.count('"choices"') == 3, (done.stdout, done.stderr)
+        assert json.dumps(json.loads(outcomes), separators=(",", ":")) in done.stdout
         before = scraped(url)
         assert "is ignored;" not in log.read_text()  # what the page says is understood
         assert complete(url, PROMPT) == complete(url, PROMPT)

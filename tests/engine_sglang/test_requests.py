@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engines import PAGE, PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_server.process import ServerProcess, launch
+from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 KEPT_OUT, WRITTEN, NOT_STORED = PROMPTS[0], PROMPTS[5], SHARED[300:400]
 
@@ -52,6 +53,44 @@ def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
             assert [ask(engine, KEPT_OUT, reference[0], **silent) for _ in range(2)] == [0, 0]
     finally:
         server.stop()
+
+
+def hints(kind: str, **payload: Any) -> dict[str, Any]:
+    """As SGLang's own classes read them."""
+    action = {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
+    decode_kv_hints_envelope(envelope := {"protocol_version": "0.1", "message_id": "m", "actions": [action]})
+    return envelope
+
+
+@pytest.mark.slow
+def test_a_hint_in_sglangs_own_field_retains_and_demotes(tiny_llama: str) -> None:
+    """In a pool of 128 pages, of which each prompt has 19 with what it generates."""
+    numbers = iter(range(100))
+
+    def prompt() -> list[int]:
+        return [3 + next(numbers), *SHARED[:300]]
+
+    cache = {"host": {"capacity_bytes": "4MiB", "policy": "lru"}}
+    with started(tiny_llama, cache=cache) as engine:
+
+        def ask(prompt: list[int], **arguments: Any) -> tuple[Answer, int]:
+            (answer,) = engine.ask_in_turn([prompt], **arguments)
+            return answer, engine.hits[0]
+
+        rejected, retained = prompt(), prompt()
+        answer, _ = ask(rejected, kv_hints=hints("kv.fetch"))
+        answer_retained, _ = ask(retained, kv_hints=hints("kv.retain", ttl_seconds=600))
+        for _ in range(7):
+            ask(prompt())
+        assert ask(rejected, custom_params={"kv_tiers": {"store": False}}) == (answer, 0)
+        assert ask(retained) == (answer_retained, 288)
+        older, demoted = prompt(), prompt()
+        ask(older)
+        ask(demoted, kv_hints=hints("kv.demote"))
+        for _ in range(4):
+            ask(prompt())
+        assert ask(older, custom_params={"kv_tiers": {"store": False}})[1] == 288
+        assert ask(demoted)[1] < 288
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def only_plain(value: object) -> bool:
         return all(type(key) is str and only_plain(entry) for key, entry in value.items())
     if isinstance(value, list | tuple):
         return all(map(only_plain, value))
-    return value is None or type(value) in (str, int, bytes)
+    return value is None or type(value) in (str, int, bool, bytes)
 
 
 @given(plans)

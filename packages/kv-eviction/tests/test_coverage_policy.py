@@ -5,7 +5,9 @@ import hashlib
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey, KeySpace
-from kv_eviction import make_policy
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_eviction import POLICY_NAMES, make_policy
 from kv_tiers import HostPool, LocalCache
 
 SESSIONS, TURNS, GROWN = 6, 20, 4
@@ -57,3 +59,44 @@ def test_without_a_policy_that_knows_coverages_windows_push_full_attention_out()
     cache._bounded.note = lambda keys, shape: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="has left"):
         play(cache, WINDOWS)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_what_is_demoted_leaves_first_and_when_it_is_used_again_it_is_the_youngest(policy: str) -> None:
+    slots = 18
+    cache = LocalCache(HostPool.anonymous("demoted", 64, slots), policy=make_policy(policy, slots))
+    older, demoted, newer = (key_chain(6, branch=name) for name in ("older", "demoted", "newer"))
+
+    def store(keys: list[ChunkKey]) -> None:
+        cache.commit(cache.begin_store(keys, "w"))
+
+    def left() -> list[list[int]]:
+        """The chunks that have left of each prompt."""
+        resident = set(cache.admin.resident_keys())
+        prompts = (older, demoted, newer)
+        return [[number for number, key in enumerate(keys) if key not in resident] for keys in prompts]
+
+    for keys in (older, demoted, newer):
+        store(keys)
+    assert cache.admin.demote(demoted) == 6
+    store(key_chain(2, branch="arriving"))
+    assert left() == [[], [4, 5], []]
+    lease = cache.load(demoted[2:4], "r")  # what is leased stays, and is demoted still when that ends
+    assert isinstance(lease, ReadLease)
+    store(key_chain(1, branch="arriving next"))
+    assert left() == [[], [1, 4, 5], []]
+    assert cache.release(lease)
+    store(key_chain(1, branch="arriving last"))
+    assert len(left()[1]) == 4 and left()[::2] == [[], []]
+    cache.forget(cache.admin.resident_keys())
+    for keys in (older, demoted, newer):
+        store(keys)
+    cache.admin.demote(demoted)
+    assert cache.lookup(demoted, "r").chunks == 6
+    cache.end("r")
+    store(key_chain(6, branch="arriving"))
+    assert left()[1] == []
+    for number in range(3):
+        store(key_chain(4, branch=f"more {number}"))
+    assert left()[1] in ([], *([*range(first, 6)] for first in range(6)))  # from its end
+    cache.close()

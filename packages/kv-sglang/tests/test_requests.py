@@ -111,6 +111,25 @@ def test_the_latest_request_with_a_page_decides(pages: Pages) -> None:
     assert [each.store for each in pages.pages.of(generated, before=hashes(PROMPT))] == [False]
 
 
+def test_hints_become_options_and_what_is_rejected_is_logged(pages: Pages, caplog: pytest.LogCaptureFixture) -> None:
+    def action(kind: str, **payload: Any) -> dict[str, Any]:
+        return {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
+
+    def note(*actions: dict[str, Any]) -> list[Controls]:
+        envelope = {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}
+        pages.pages.note("req-7", None, len(PROMPT), lambda: hashes(PROMPT), hints=envelope)
+        return pages.pages.of(hashes(PROMPT))
+
+    with caplog.at_level(logging.WARNING):
+        assert note(action("kv.prefetch")) == [NO_CONTROLS] * 4
+        assert note(action("kv.retain", ttl_seconds=60)) == [Controls(save_decode=True, retain_s=60.0)] * 4
+        assert note(action("kv.demote")) == [Controls(save_decode=True, is_demoted=True)] * 4
+        assert caplog.messages == []
+        note(action("kv.share"), action("kv.demote"), action("kv.pin", name="x"))
+    (line,) = caplog.messages
+    assert line.startswith("request req-7: hint 'a' (kv.share) and 1 others are rejected: every engine")
+
+
 def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
     pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:

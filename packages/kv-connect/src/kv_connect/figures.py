@@ -52,6 +52,8 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "handovers_late": Figure(
         "counter", "Those of these requests that in the end lacked part of the prompt and computed it."
     ),
+    "hints": Figure("counter", "Actions of KV hints that came with requests."),
+    "hints_rejected": Figure("counter", "Those of these actions that were rejected."),
     "pool_used_bytes": Figure("gauge", "Bytes of the pool that hold chunks or are reserved for them."),
     "pool_bytes": Figure("gauge", "Size of the pool."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
@@ -89,6 +91,8 @@ class SchedulerCounts:
     handovers_taken: int = 0
     handovers_late: int = 0
     states_refused: int = 0
+    hints: int = 0
+    hints_rejected: int = 0
 
 
 @dataclass(slots=True)

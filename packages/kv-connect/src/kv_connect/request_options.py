@@ -16,6 +16,18 @@ from kv_core.cost import Use
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
+from kv_server.hints import (
+    MAX_TTL_S,
+    DemoteHint,
+    HintOutcome,
+    HintOutcomes,
+    Hints,
+    PinHint,
+    PrefetchHint,
+    RetainHint,
+    UnpinHint,
+    read_hints,
+)
 from kv_tiers.options import in_words, nearest, spelled_as
 from kv_tiers.settings import Settings
 
@@ -66,6 +78,12 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     including the last, partial chunk, and held in the pool until they are read. 0: none does."""
     awaits_tokens: int = 0
     """Not an option. Another engine is storing this many tokens of the prompt. 0: none is."""
+    is_demoted: bool = False
+    """Not an option, but a hint: its chunks are the first to be evicted."""
+    is_prefetched: bool = False
+    """The same: lower tiers are queried when it arrives."""
+    hinted: HintOutcomes | None = None
+    """The outcomes of its hints; None: it has none."""
 
     @property
     def retain_ms(self) -> int:
@@ -83,8 +101,9 @@ NO_CONTROLS: Final = Controls()
 _OPTIONS: Final[Mapping[str, Any]] = {
     field.name: field.type
     for field in msgspec.structs.fields(Controls)
-    if field.name not in ("hands_over_tokens", "awaits_tokens")
+    if field.name not in ("hands_over_tokens", "awaits_tokens", "is_demoted", "is_prefetched", "hinted")
 }
+_HINTS: Final = "hints"
 _OF_SETTINGS: Final = ("save_decode", "min_load_tokens", "min_store_tokens", "max_store_tokens")
 """The options that are settings too."""
 _NULLS: Final = {*_OF_SETTINGS, "use", "tiers"}
@@ -104,11 +123,13 @@ def chosen(
     tiers: Sequence[str] = (),
     where: str = "kv_transfer_params",
     unsupported: Collection[str] = (),
+    hints: object = None,
 ) -> Controls:
     """The settings, overridden by the request's own values. Mistakes in these are one line in the log.
 
     params: the request's options for connectors, ours and others; None if it has none.
     where: the request's field, for the log.
+    hints: the envelope of KV hints that the engine carries with the request; else `params` may have one.
     """
     options, errors = _read(params, tiers, unsupported) if params is not None else ({}, [])
     if errors:
@@ -116,7 +137,39 @@ def chosen(
     options = {name: getattr(settings, name) for name in _OF_SETTINGS} | options
     options["load"] = options.get("load", True) and (options.get("use") or settings.use) != "never"
     options["max_store_tokens"] = options["max_store_tokens"] or None
-    return Controls(**options)
+    controls = Controls(**options)
+    ours = params.get(KEY) if isinstance(params, Mapping) else None
+    if hints is None and isinstance(ours, Mapping):
+        hints = ours.get(_HINTS)
+    return controls if hints is None else _follow(controls, read_hints(hints))
+
+
+def _follow(controls: Controls, hints: Hints) -> Controls:
+    """What the hints ask for as controls, with their outcomes."""
+    outcomes = []
+    for hint in hints.actions:
+        if isinstance(hint, HintOutcome):
+            outcomes.append(hint)
+            continue
+        match hint.payload:
+            case RetainHint() | DemoteHint() if not controls.store:
+                outcome = hint.rejected("this request stores nothing")
+            case RetainHint(seconds=asked_s):
+                retain_s = min(asked_s, MAX_TTL_S)
+                controls = msgspec.structs.replace(controls, retain_s=max(retain_s, controls.retain_s))
+                outcome = hint.accepted(ttl_seconds=retain_s)
+                if asked_s > retain_s:
+                    outcome = hint.clipped("chunks are retained for an hour at most", ttl_seconds=retain_s)
+            case DemoteHint():
+                controls, outcome = msgspec.structs.replace(controls, is_demoted=True), hint.accepted()
+            case PrefetchHint() if not (controls.load and controls.promote):
+                outcome = hint.rejected("this request loads nothing from lower tiers")
+            case PrefetchHint():
+                controls, outcome = msgspec.structs.replace(controls, is_prefetched=True), hint.accepted()
+            case PinHint() | UnpinHint():
+                outcome = hint.rejected("a pin has no end: send kv.retain, or have an operator pin it by POST /hints")
+        outcomes.append(outcome)
+    return msgspec.structs.replace(controls, hinted=HintOutcomes(hints.message_id, tuple(outcomes)))
 
 
 def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -131,7 +184,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
     if not isinstance(options, Mapping):
         return {}, [f"{KEY} is {_shown(options)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
-    unknown = [name for name in options if name not in _OPTIONS]
+    unknown = [name for name in options if name not in _OPTIONS and name != _HINTS]
     errors = [
         f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _OPTIONS)}"
         for name in unknown[:_MAX_NAMES]

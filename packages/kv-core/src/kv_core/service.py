@@ -190,12 +190,14 @@ class StoreOptions(TypedDict, total=False):
         or until they have been read once, even if the holder ends: they are for another engine. Holds are limited to
         half of the pool; chunks beyond that may be evicted as usual.
     retain_s: the same, but however often they are read, in at most a quarter of the pool.
+    leaves_first: the chunks of the chain are the first to be evicted from the pool, until they are used again.
     tiers: the tiers that these chunks may be spilled to; None, the default: all. A chunk that is held already may now
         be spilled to those, too: one request cannot forbid another's chunks.
     """
 
     hold_s: float
     retain_s: float
+    leaves_first: bool
     tiers: Sequence[str] | None
 
 

@@ -7,7 +7,7 @@ of their own. The oldest of that order is compared with the policy's victim, and
 evicted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
@@ -78,12 +78,13 @@ class CoveragePolicy:
         self._bounded = bounded
         self._recent = LruPolicy()
         self.bounded_slots: set[int] = set()
-        """The slots of chunks of bounded groups: `_recent` orders them."""
-        self._last_use: list[int] = []  # by slot, since there are bounded groups; 0: never
+        """The slots of chunks of bounded groups, and of those that were demoted: `_recent` orders them."""
+        self._demoted: set[int] = set()
+        self._last_use: list[int] = []  # by slot, since there are such slots or groups; 0: never
         self._now = 0
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        if not self._bounded:
+        if not self._bounded and not self.bounded_slots:
             self.policy.added(keys, slots)
             return
         # A chunk that came before its group was known stays with the policy.
@@ -112,6 +113,7 @@ class CoveragePolicy:
             self._last_use[slot] = 0
         if slot in self.bounded_slots:
             self.bounded_slots.remove(slot)
+            self._demoted.discard(slot)
             self._recent.removed(slot)
         else:
             self.policy.removed(slot)
@@ -128,11 +130,21 @@ class CoveragePolicy:
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         return not self._bounded and self.policy.refuses(key, is_last=is_last)
 
-    def demote(self, slots: Sequence[int]) -> None:
-        """Make these chunks of bounded groups the next victims, because the chunk that they need is gone."""
+    def demote(self, slots: Sequence[int], *, excluded: Container[int] = ()) -> None:
+        """Make these chunks the next victims, the last of them first. From now on they are ranked by their last use.
+
+        excluded: those that are not to be offered until they are reinserted.
+        """
         for slot in slots:
-            if slot in self.bounded_slots:
-                self._recent.demote(slot)
+            if slot not in self.bounded_slots:
+                self.policy.removed(slot)
+                self.bounded_slots.add(slot)
+                self._demoted.add(slot)
+                self._recent.added((), [slot])
+                if slot in excluded:
+                    self._recent.exclude(slot)
+            self._recent.demote(slot)
+            if slot < len(self._last_use):
                 self._last_use[slot] = 0
 
     def exclude(self, slot: int) -> None:
@@ -151,7 +163,7 @@ class CoveragePolicy:
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> tuple[list[int], Sequence[ChunkKey], Sequence[int]]:
         """The slots of bounded groups, then the keys and slots of the others. All of these chunks count as used now."""
-        if not self._bounded:
+        if not self._bounded and not self.bounded_slots:
             return [], keys, slots
         self._now = now = self._now + 1
         bounded_slots, last_use = self.bounded_slots, self._last_use
@@ -159,16 +171,25 @@ class CoveragePolicy:
             last_use += [0] * (missing + len(last_use) // 8)
         for slot in slots:
             last_use[slot] = now
+        if not self._bounded and bounded_slots.isdisjoint(slots):
+            return [], keys, slots
         # In a lookup, bounded groups come last.
         split = len(slots)
         while split and slots[split - 1] in bounded_slots:
             split -= 1
         unbounded = slots[:split]
         if bounded_slots.isdisjoint(unbounded):
-            return list(slots[split:]), keys[:split], unbounded
+            return self._worth_most_last(slots[split:]), keys[:split], unbounded
         indexes = [index for index, slot in enumerate(slots) if slot not in bounded_slots]
-        recent = [slot for slot in slots if slot in bounded_slots]
+        recent = self._worth_most_last([slot for slot in slots if slot in bounded_slots])
         return recent, [keys[index] for index in indexes] if keys else (), [slots[index] for index in indexes]
+
+    def _worth_most_last(self, slots: Sequence[int]) -> list[int]:
+        """Of a window that is the last chunk, of chunks that were demoted the first."""
+        if self._demoted.isdisjoint(slots):
+            return list(slots)
+        demoted = [slot for slot in slots if slot in self._demoted]
+        return [slot for slot in slots if slot not in self._demoted] + demoted[::-1]
 
 
 def _group_of(key: ChunkKey) -> bytes:

@@ -65,6 +65,9 @@ def test_the_documented_walk_works_on_the_documented_server() -> None:
     everything = "".join(said)
     assert everything.count('"state":"done","chunks":8,') >= 3  # warmed up, exported, imported
     assert "kv_pool_bytes" in everything and '"unpinned"' not in everything
+    assert (
+        everything.count('"outcome":"accepted","granted":{"chunks":8') == 1 and '"outcome":"rejected"' not in everything
+    )
     assert '"engines":[{' in said[-1], "the router's question is about an engine"
 
 

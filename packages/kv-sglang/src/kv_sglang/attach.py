@@ -229,7 +229,8 @@ def attach(
                 )
                 attached.server = attached.server or server
         cache = attached.caches[formats[KV]]
-        requests = attached.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
+        figures = figures if rank.number == rank.stage == 0 else figures.of_bytes
+        requests = attached.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers, figures)
         prefill = attached.prefill = PrefillSpeed(tokens_per_second=settings.cost.prefill_tokens_per_second)
         for name, pages in pools.items():
             # Where all ranks have the same KV, there is one share. States of linear attention are never the same.
@@ -254,7 +255,7 @@ def attach(
                 # Without a few pages of another pool the engine computes the whole prompt, not only those.
                 prefill=prefill if name == KV else None,
                 requests=requests,
-                figures=figures if name == KV and rank.number == rank.stage == 0 else figures.of_bytes,
+                figures=figures if name == KV else figures.of_bytes,
             )
     except BaseException:
         attached.close()

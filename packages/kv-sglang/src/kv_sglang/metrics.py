@@ -25,6 +25,8 @@ COUNTED: Final = (
     "loads",
     "loads_failed",
     "stores_failed",
+    "hints",
+    "hints_rejected",
     "pool_used_bytes",
     "pool_bytes",
     "on",

@@ -92,7 +92,8 @@ class _Promise:
 
 
 def _store_options(controls: Controls) -> StoreOptions:
-    return {"tiers": controls.tiers, "retain_s": controls.retain_ms / 1000}
+    retain_s = controls.retain_ms / 1000
+    return {"tiers": controls.tiers, "retain_s": retain_s, "leaves_first": controls.is_demoted}
 
 
 class PageStore:

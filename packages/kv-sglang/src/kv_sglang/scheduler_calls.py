@@ -19,10 +19,12 @@ from kv_connect.request_options import NO_CONTROLS, Controls, chosen
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Use
 from kv_core.log import limited_logger
+from kv_server.hints import HintOutcomes
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.settings import Settings
 from msgspec.structs import replace
 
+from kv_sglang.metrics import NO_FIGURES, Figures
 from kv_sglang.names import hashes_of, page_hashes, tail_of
 
 _log = limited_logger(__name__)
@@ -220,12 +222,15 @@ class RequestPages:
     because it has them or computes them after all, are released by `Taken`.
     """
 
-    def __init__(self, use: Use, page_tokens: int, tiers: Callable[[], Sequence[str]]) -> None:
-        """use: the setting. tiers: the names of the cache's tiers."""
+    def __init__(
+        self, use: Use, page_tokens: int, tiers: Callable[[], Sequence[str]], figures: Figures = NO_FIGURES
+    ) -> None:
+        """use: the setting. tiers: the names of the cache's tiers. figures: where hints are counted."""
         self._defaults = Settings(use=use, save_decode=True)  # SGLang stores everything in its tree
         self._no_options = replace(NO_CONTROLS, save_decode=True)
         self._page_tokens = page_tokens
         self._tiers = tiers
+        self._figures = figures
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()
@@ -239,15 +244,22 @@ class RequestPages:
         tokens: int,
         hashes: Callable[[], Sequence[str]],
         tail: Callable[[str], str] | None = None,
+        *,
+        hints: object = None,
     ) -> None:
         """A request has arrived.
 
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
         tail: computes the hash of the tokens after the last page, given the last page's, or "" if there is none.
+        hints: its `kv_hints`.
         """
         controls = chosen(
-            self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED
+            self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED, hints=hints
         )
+        if controls.hinted is not None:
+            self._say_hinted(request_id, controls.hinted)
+            # SGLang itself promotes what a request that arrives will need.
+            controls = replace(controls, hinted=None, is_prefetched=False)
         has_options = controls != self._no_options
         if isinstance(params, Mapping) and params.get(_HANDED_OVER) is True:
             awaited = hashes()
@@ -304,6 +316,15 @@ class RequestPages:
         if done:
             self._say(done)
 
+    def _say_hinted(self, request_id: str, hinted: HintOutcomes) -> None:
+        """SGLang's answers have no place for what has become of hints."""
+        rejected = [one for one in hinted.outcomes if one.outcome == "rejected"]
+        self._figures.add("hints", len(hinted.outcomes))
+        self._figures.add("hints_rejected", len(rejected))
+        for one in rejected[:1]:
+            what = f"hint {one.action_id!r} ({one.action_type or 'unknown'})"
+            _log.warning("request %s: %s and %d others are rejected: %s", request_id, what, len(rejected) - 1, one.why)
+
     def _say(self, pages: Sequence[str]) -> None:
         for listener in self.listeners:
             listener(pages)
@@ -329,7 +350,7 @@ def _around_arrival(call: Any) -> Any:
                 params = req.sampling_params.custom_params
                 hashes = functools.partial(hashes_of, req, self.tree_cache)
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
-                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
+                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail, hints=req.kv_hints)
                 for arrived in pages.arrivals:
                     arrived(self, req)
             except Exception:  # noqa: BLE001  # any error would end the engine

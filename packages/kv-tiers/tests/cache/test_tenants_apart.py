@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import pytest
@@ -238,6 +239,18 @@ class TenantsMachine(RuleBasedStateMachine):
         self.undisturbed(lambda: assert_bool(self.cache.admin.unpin(name)), *self.over())
 
     @rule(keys=prompts)
+    def retain(self, keys: list[ChunkKey]) -> None:
+        self.undisturbed(lambda: assert_prefix(self.cache.admin.retain(keys, 3600.0), keys), *self.over())
+
+    @rule(keys=prompts, with_store=st.booleans())
+    def demote(self, keys: list[ChunkKey], with_store: bool) -> None:
+        def stored() -> None:
+            self.cache.commit(self.cache.begin_store(keys, "w", leaves_first=True))
+
+        admin = self.cache.admin
+        self.undisturbed(stored if with_store else lambda: assert_prefix(admin.demote(keys), keys), keys[0].tenant)
+
+    @rule(keys=prompts)
     def forget(self, keys: list[ChunkKey]) -> None:
         self.void |= {lease.id for lease in self.reads if not set(keys).isdisjoint(lease.keys)}
         self.undisturbed(lambda: self.cache.forget(keys), keys[0].tenant)
@@ -300,6 +313,7 @@ class TenantsMachine(RuleBasedStateMachine):
             self.cache.end(name)
         for name in "pq":
             self.cache.admin.unpin(name)
+        self.cache.holds.expire(inf)
         self.nobody_has_more_than_its_quota_but_what_is_in_use()
         assert not self.over()
         assert not any(self.cache._index._leases)

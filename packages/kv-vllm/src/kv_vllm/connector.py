@@ -315,6 +315,15 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, _ = load(extra_config, os.environ)
         return settings.load != "async" or settings.store != "async"  # a full graph skips the hooks of layers
 
+    @guarded(always(None))
+    def on_new_request(self, request: Any) -> None:
+        if request.kv_hints is None and request.kv_transfer_params is None:
+            return
+        tokens = self._tokens_of(request)
+        if self._scheduler is not None and isinstance(tokens, RequestTokens) and tokens.controls.is_prefetched:
+            self._follow_weights()
+            self._scheduler.prefetch(tokens)
+
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights(settle=True)
@@ -619,6 +628,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._sessions.forget(request.request_id)
         half, settings = self._scheduler, self._settings
         answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
+        _, tokens = self._requests.get(request.request_id, (None, None))
+        if half is not None and tokens is not None and (hinted := tokens.controls.hinted) is not None:
+            half.counts.hints += len(hinted.outcomes)
+            half.counts.hints_rejected += sum(one.outcome == "rejected" for one in hinted.outcomes)
+            answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(hinted)}
         self._drop(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:
             # vLLM's API server kills this process without warning, so the summary is logged when it becomes idle.

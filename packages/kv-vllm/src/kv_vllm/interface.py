@@ -29,6 +29,7 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
     "get_block_ids_with_load_errors": [],
     "requires_piecewise_for_cudagraph": ["extra_config"],
     "bind_kv_cache_manager": ["kv_cache_manager"],
+    "on_new_request": ["request"],
     "get_num_new_matched_tokens": ["request", "num_computed_tokens"],
     "update_state_after_alloc": ["request", "blocks", "num_external_tokens"],
     "build_connector_meta": ["scheduler_output"],
@@ -69,6 +70,7 @@ def interface_differences() -> Iterator[str]:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -95,6 +97,7 @@ def interface_differences() -> Iterator[str]:
         ["total_num_scheduled_tokens", "num_scheduled_tokens", "kv_connector_block_state", "has_sync_kv_loads"],
     )
     yield from field_differences(KVConnectorBlockState, ["boundary_state_offloads"])
+    yield from field_differences(EngineCoreRequest, ["kv_hints"])
     yield from call_differences(
         Request,
         {"__init__": ["request_id", "prompt_token_ids", "sampling_params", "pooling_params"]},

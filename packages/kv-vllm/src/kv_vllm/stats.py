@@ -41,6 +41,8 @@ _OF_SCHEDULER: Final = (
     "handovers_given",
     "handovers_taken",
     "handovers_late",
+    "hints",
+    "hints_rejected",
 )
 OF_WORKER: Final = (
     "stored_tokens",

@@ -62,10 +62,9 @@ def request_reader(
         if not _are_unicode(salt, adapter, *(item.content for item in items)):
             return None
         params, controls = request.kv_transfer_params, default_controls
-        if params is not None:
-            controls = chosen(
-                settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers
-            )
+        if params is not None or request.kv_hints is not None:
+            tiers = () if engine.cache is None else engine.cache.tiers
+            controls = chosen(settings, params, request.request_id, tiers=tiers, hints=request.kv_hints)
         controls = with_handover(controls, params, request.num_prompt_tokens, settings)
         if request.skip_reading_prefix_cache:  # it wants every token computed, as for `prompt_logprobs`
             controls = msgspec.structs.replace(controls, load=False)

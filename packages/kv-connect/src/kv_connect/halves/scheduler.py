@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -50,6 +51,10 @@ _TRY_EVERY: Final = 16
 _MAX_REMEMBERED: Final = 1 << 16
 _HALVE_ABOVE: Final = 1024.0
 _NEVER: Final = 1 << 62
+_PREFETCH: Final = "/prefetch"
+"""The end of the name of a holder that is not the request's own."""
+_MAX_PREFETCHES: Final = 4
+"""How many requests are looked up in a step before the engine asks for them; further ones have their turn."""
 
 
 class HandOvers:
@@ -227,6 +232,7 @@ class SchedulerHalf:
         self._refused: list[str] = []
         self._blocks: dict[Holder, int] = {}  # allocated in this step
         self._pending = 0
+        self._prefetched: dict[str, RequestTokens] = {}  # by request, those whose promotion goes on
         self._admission = StateAdmission()
         self._shares_loads = shares_blocks and shape.chunk.is_plain
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
@@ -308,6 +314,26 @@ class SchedulerHalf:
             tracked.layerwise = self._lease_layerwise(request, tracked)
         self._move(request.request_id, tracked, RequestEvent.PROMISE)
         return offered
+
+    def prefetch(self, request: RequestTokens) -> None:
+        """Have lower tiers' chunks of a request that has just arrived promoted, whether or not that pays. Their leases
+        end with the promotion: until the request is matched they are chunks like others."""
+        self._prefetched[request.request_id] = request
+        self._go_on_prefetching()
+
+    def _go_on_prefetching(self) -> None:
+        if self._space is None or not self._shape.loads:
+            return
+        for request in list(islice(self._prefetched.values(), _MAX_PREFETCHES)):
+            keys, tiers = self._prompt_keys(request, self._track(request)), request.controls.tiers
+            holder = self._holder(request.request_id) + _PREFETCH
+            plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
+            if plan.ended is not Ended.PENDING:
+                self._end_prefetch(request.request_id)
+
+    def _end_prefetch(self, request_id: str) -> None:
+        if self._prefetched.pop(request_id, None) is not None:
+            self._service.end(self._holder(request_id) + _PREFETCH)
 
     def is_layerwise(self, request_id: str) -> bool:
         """Whether the tokens last offered to this request are loaded in the step in which it gets its blocks, so that
@@ -403,6 +429,7 @@ class SchedulerHalf:
 
         trial: as in `StepPlan`.
         """
+        self._go_on_prefetching()
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
         plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
@@ -472,6 +499,7 @@ class SchedulerHalf:
 
     def finished(self, request_id: str) -> None:
         """The engine is done with the request: finished, aborted or failed. Idempotent."""
+        self._end_prefetch(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.phase is not Phase.DRAINING:
             self._move(request_id, tracked, RequestEvent.FINISH)
@@ -536,6 +564,8 @@ class SchedulerHalf:
         """
         filling = {request_id for request_id, tracked in self._tracked.items() if but_filling and tracked.is_filling}
         filling -= {load.request_id for load in self._loads}  # no worker will receive these
+        for request_id in list(self._prefetched):
+            self._end_prefetch(request_id)
         for request_id in self._tracked.keys() - filling:
             self._service.end(self._holder(request_id))
             del self._tracked[request_id]
@@ -713,6 +743,7 @@ class SchedulerHalf:
             self._handovers.hold_ms(request),
             request.controls.retain_ms,
             request.controls.tiers,
+            request.controls.is_demoted,
         )
 
     def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:

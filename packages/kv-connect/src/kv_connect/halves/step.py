@@ -25,7 +25,7 @@ Plain: TypeAlias = Any
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TenantTag = Annotated[bytes, msgspec.Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
 
-STEP_VERSION = 12
+STEP_VERSION = 13
 _MAX_BLOCK: Final = (1 << 31) - 1
 _CHECKSUM_BYTES: Final = 16
 NO_SPACE = bytes(SPACE_ID_BYTES)
@@ -85,6 +85,7 @@ class StoreStep:
     hold_ms: how long the chunks are held in the pool for another engine, unless it reads them earlier; 0: no hold.
     retain_ms: how long they stay there in any case, within limits.
     tiers: the tiers that the chunks may be spilled to; None: all.
+    is_demoted: the chunks are the first to be evicted.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class StoreStep:
     hold_ms: Count = 0
     retain_ms: Count = 0
     tiers: tuple[str, ...] | None = None
+    is_demoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,6 +326,7 @@ class Stores:
             "hold_s": step.hold_ms / 1000,
             "retain_s": step.retain_ms / 1000,
             "tiers": step.tiers,
+            "leaves_first": step.is_demoted,
         }
         begin = partial(self._service.begin_store, holder=self._holder, **options)
         lease = begin(keys) if keys else None

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kv_server.connection import PACKAGE
+from kv_server.http.hints import hint_operations
 from kv_server.http.operation import Operation, Problem, ProblemDocument, perform, problem_response
 from kv_server.http.operations import (
     clear_operations,
@@ -66,6 +67,7 @@ def make_app(relay: Relay, *, names: Mapping[bytes, str], token: str, archive_di
         *drain_operations(relay),
         *quota_operations(relay, names),
         *prefix_operations(relay, archive_directory),
+        *hint_operations(relay, names),
         *route_operations(relay),
     ]
     described = msgspec.json.encode(openapi_document(operations))

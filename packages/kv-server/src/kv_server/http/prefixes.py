@@ -128,7 +128,7 @@ def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
 
     async def pin(body: Prefix) -> Pinned:
         _, cache = await select_cache(relay, body)
-        pinning = partial(cache.admin.pin, _keys(body.keys), _plain(body.name), shape=body.shape())
+        pinning = partial(cache.admin.pin, keys_of(body.keys), _plain(body.name), shape=body.shape())
         return Pinned(await relay.call(pinning))
 
     async def unpin(body: Named) -> Unpinned:
@@ -140,13 +140,13 @@ def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
 
     async def warm_up(body: WarmUp) -> PrefixJob:
         _, cache = await select_cache(relay, body)
-        keys, name = _keys(body.keys), _plain(body.name)
+        keys, name = keys_of(body.keys), _plain(body.name)
         return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s, body.shape()))
 
     async def export(body: Export) -> PrefixJob:
         (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
-        exporting = partial(_export, cache, _keys(body.keys), path, fingerprint, body.shape())
+        exporting = partial(_export, cache, keys_of(body.keys), path, fingerprint, body.shape())
         return jobs.start("export", body.file, exporting)
 
     async def import_(body: Import) -> PrefixJob:
@@ -175,7 +175,7 @@ def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
     ]
 
 
-def _keys(texts: Sequence[str]) -> list[ChunkKey]:
+def keys_of(texts: Sequence[str]) -> list[ChunkKey]:
     return [ChunkKey.from_hex(text) for text in texts]
 
 

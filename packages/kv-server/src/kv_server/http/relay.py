@@ -26,6 +26,7 @@ from kv_server.server import CacheServer
 from kv_server.wire import Format
 
 T = TypeVar("T")
+JobKind = Literal["warm-up", "prefetch", "export", "import"]
 
 _log = limited_logger(__name__)
 
@@ -45,7 +46,7 @@ class PrefixJob(msgspec.Struct, frozen=True):
     """
 
     id: int
-    what: Literal["warm-up", "export", "import"]
+    what: JobKind
     name: str
     state: Literal["running", "done", "failed"] = "running"
     chunks: int = 0
@@ -68,7 +69,7 @@ class PrefixJobs:
         self._threads: list[threading.Thread] = []
         self._last_id = 0
 
-    def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> PrefixJob:
+    def start(self, what: JobKind, name: str, work: Callable[[], Outcome]) -> PrefixJob:
         """Raises `Problem`: too many are running already, or the system has no more threads for us."""
         with self._lock:
             if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_core.clock import Clock
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
@@ -50,10 +51,19 @@ class Administration:
     """
 
     def __init__(
-        self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers, *, holds: Holds
+        self,
+        cache: CacheService,
+        host: HostTier,
+        index: Residency,
+        shares: Shares,
+        lower: LowerTiers,
+        *,
+        holds: Holds,
+        clock: Clock,
     ) -> None:
         """cache: the cache to which the other arguments belong, for operations that an engine could do as well."""
         self._cache = cache
+        self._clock = clock
         self._host = host
         self._index = index
         self._shares = shares
@@ -138,21 +148,55 @@ class Administration:
         It blocks, so it is for operators and tools, never for an engine's thread.
         """
         holder = f"warm-up/{name}"
-        until = time.monotonic() + timeout_s
         try:
-            best = -1
-            while time.monotonic() < until:
-                plan = self._cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
-                if plan.ended is Ended.PENDING:
-                    time.sleep(0.002)
-                elif plan.chunks > best:  # the cache bounds each wait, and `timeout_s` all of them: wait once more
-                    best = plan.chunks
-                    self._promotions.forget_wait(holder)
-                else:
-                    break
+            self._promote(keys, holder, timeout_s, shape)
             return self.pin(keys, name, shape=shape)
         finally:
             self._cache.end(holder)
+
+    def prefetch(self, keys: Sequence[ChunkKey], *, timeout_s: float = 60.0, shape: ChunkShape = PLAIN) -> int:
+        """The same without a pin; returns how many leading chunks the pool then has."""
+        holder = f"prefetch/{id(keys)}"
+        try:
+            return self._promote(keys, holder, timeout_s, shape)
+        finally:
+            self._cache.end(holder)
+
+    def _promote(self, keys: Sequence[ChunkKey], holder: str, timeout_s: float, shape: ChunkShape) -> int:
+        """What is promoted stays leased until the holder ends."""
+        until, best, plan = time.monotonic() + timeout_s, -1, None
+        while time.monotonic() < until:
+            plan = self._cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
+            if plan.ended is Ended.PENDING:
+                time.sleep(0.002)
+            elif plan.chunks > best:  # the cache bounds each wait, and `timeout_s` all of them: wait once more
+                best = plan.chunks
+                self._promotions.forget_wait(holder)
+            else:
+                break
+        return 0 if plan is None else plan.chunks
+
+    def retain(self, keys: Sequence[ChunkKey], seconds: float, *, shape: ChunkShape = PLAIN) -> int:
+        """Retain what the longest hit in the pool needs, as a store does (`StoreOptions`); returns how many leading
+        chunks of it there was room for."""
+        with self._host.lock:
+            self._host.check_open()
+            hit = find_hit(self._index, list(keys), shape)
+            now_s = self._clock.now_s()
+            self._holds.hold(hit.slots, now_s + seconds, now_s, retain=True)
+            held = self._holds.until_s().keys()
+            kept = next((place for place, slot in enumerate(hit.slots) if slot not in held), len(hit.slots))
+            if kept == len(hit.slots):
+                return hit.chunks
+            return kept // shape.keys_per_chunk if shape.is_plain else 0  # a window is useless in part
+
+    def demote(self, keys: Sequence[ChunkKey]) -> int:
+        """Make those of these chunks that the pool has the first to be evicted; returns how many keys those are."""
+        with self._host.lock:
+            self._host.check_open()
+            _, slots = self._index.resident(keys)
+            self._host.demote(slots)
+            return len(slots)
 
     def resident_keys(self) -> list[ChunkKey]:
         """The keys that a lookup could find now. Copies the index."""

@@ -205,6 +205,14 @@ class HostTier:
             self._index.extend(keys, slots)
         return slots
 
+    def demote(self, slots: Iterable[int]) -> None:
+        """Make these resident chunks of a prompt the first to be evicted in their share, until they are used again. The
+        end of the prompt goes first."""
+        for slot in slots:
+            policy = self.shares.at(slot).policy
+            assert isinstance(policy, CoveragePolicy)
+            self._index.demote(slot, policy)
+
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         """As `EvictionPolicy.refuses`, by the policy of the share that the chunk belongs to."""
         return self.shares.of(key.tenant).policy.refuses(key, is_last=is_last)

@@ -59,6 +59,7 @@ class WriteEntry:
     began_s: when it began.
     held_s: for how long the chunks are held for another engine, and retained (`kv_tiers.cache.leases`).
     lower: the numbers of the lower tiers that they may go to; None: all.
+    is_demoted: the chunks of the chain are the first to be evicted.
     """
 
     number: int
@@ -69,6 +70,7 @@ class WriteEntry:
     began_s: float
     held_s: tuple[float, float] = (0.0, 0.0)
     lower: frozenset[int] | None = None
+    is_demoted: bool = False
 
 
 @dataclass(slots=True)

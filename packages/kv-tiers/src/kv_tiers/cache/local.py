@@ -104,7 +104,9 @@ class LocalCache:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
-        self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
+        self.admin = Administration(
+            self, self._host, self._index, shares, self.lower, holds=self.holds, clock=self._clock
+        )
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._direct = next((extension for extension in extensions if isinstance(extension, FindsInFiles)), None)
@@ -240,6 +242,7 @@ class LocalCache:
         *,
         hold_s: float = 0.0,
         retain_s: float = 0.0,
+        leaves_first: bool = False,
         tiers: Sequence[str] | None = None,
     ) -> WriteLease:
         chain, lower, is_held = list(keys), self.lower.numbers(tiers), max(hold_s, retain_s) > 0
@@ -269,7 +272,9 @@ class LocalCache:
             self._totals.chunks_refused += refused
             why = self._host.why_full(missing[len(slots)].tenant) if refused and not is_worth_less else ""
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
-            write.lower = lower
+            write.lower, write.is_demoted = lower, leaves_first
+            if leaves_first and not slots:  # else by the commit, which uses them all
+                self._host.demote(prompt_slots)
             if is_held:
                 write.held_s = hold_s, retain_s
                 self._hold(list(dict.fromkeys(prompt_slots)), write, now_s)
@@ -305,6 +310,8 @@ class LocalCache:
             if any(write.held_s):
                 held_slots = [slot for key in findable if (slot := self._index.find(key)) is not None]
                 self._hold(held_slots, write, self._clock.now_s())
+            if write.is_demoted:
+                self._host.demote(self._index.resident(write.chain)[1])
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, findable, seconds))

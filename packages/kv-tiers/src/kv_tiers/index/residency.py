@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Final
 
 from kv_core.keys import ChunkKey
+from kv_eviction.coverage import CoveragePolicy
 from kv_eviction.policy import EvictionPolicy
 
 from kv_tiers.index.journal import Journal
@@ -279,6 +280,10 @@ class Residency:
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """A request stores more of this prompt."""
         self._policy.extended(keys, slots)
+
+    def demote(self, slot: int, policy: CoveragePolicy) -> None:
+        """Make this resident chunk the next victim. policy: the part of the policy that ranks it."""
+        policy.demote([slot], excluded=self._excluded)
 
     def reserve(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Reserve slots for chunks whose bytes are still to come. None of the keys is held, and none is repeated

@@ -439,7 +439,7 @@ class ExtentIndex:
         key = self._residency.empty(entry)
         if self._policy.bounded_slots:
             bounded_entries = map(self._residency.find, self._bounded.beside(key))
-            self._policy.demote([entry for entry in bounded_entries if entry is not None])
+            self._policy.demote([entry for entry in bounded_entries if entry in self._policy.bounded_slots])
 
     def _entry(self, medium: int) -> int | None:
         free = self._free_entries[medium]
