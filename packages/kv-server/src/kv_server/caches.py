@@ -10,7 +10,7 @@ not.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.log import limited_logger
 from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
+from kv_tiers.cache.admin import quota_slots
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
@@ -99,6 +100,8 @@ class Caches:
         self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
+        self.held_for = ""
+        """Why no cache is to be opened now; empty: one may be. The caller of `open` sees to it."""
         self.drained: tuple[float, int | None] | None = None
         """What `drain` was given last; None: nothing is being drained."""
         self.quotas_set: QuotasSet = {}
@@ -330,3 +333,29 @@ def _close(cache: LocalCache) -> bool:
         _log.warning("%s", error)  # the memory is freed when the process ends
         return False
     return True
+
+
+def set_quotas(caches: Iterable[LocalCache], quotas: Mapping[bytes, int | None]) -> None:
+    """Set these quotas, by tag, in all of the caches or in none. Raises `ConfigError`: one cannot grant them."""
+    changes = []
+    for cache in caches:
+        before = {use.tenant: use.quota_bytes for use in cache.admin.tenants()}
+        slots = {tag: quota_slots(quota or 0, cache.pool.slot_bytes) for tag, quota in {**before, **quotas}.items()}
+        if sum(slots.values()) > cache.pool.slots:
+            raise ConfigError(
+                f"quotas of {sum(slots.values())} chunks, with those set over HTTP, in a pool of {cache.pool.slots} "
+                "chunks: write smaller ones"
+            )
+        # First those that leave more to the others.
+        ordered = sorted(quotas.items(), key=lambda of: (of[1] or 0) - (before.get(of[0]) or 0))
+        changes += [(cache, tag, before.get(tag), quota) for tag, quota in ordered]
+    done = []
+    try:
+        for change in changes:
+            cache, tag, _, quota = change
+            cache.admin.set_quota(tag, quota)
+            done.append(change)
+    except ConfigError:  # another quota was set meanwhile
+        for cache, tag, quota, _ in reversed(done):
+            cache.admin.set_quota(tag, quota)
+        raise

@@ -45,6 +45,20 @@ class DrainState:
         return f"{self.phase}{why}: of {self.chunks:,} chunks {', '.join(parts)}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReloadReport:
+    """What has become of settings that were read again.
+
+    changed: what is in force from now on and was not before, in words.
+    refused: by setting that differs from what is in force, until when it stays as it is.
+    why: why nothing could be taken, and all stays as it is; empty: it could.
+    """
+
+    changed: list[str]
+    refused: dict[str, str]
+    why: str = ""
+
+
 @dataclass(slots=True)
 class MirrorCounts:
     """What is known of other hosts. The figures from `entries` on only grow.

@@ -46,7 +46,7 @@ from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
+from kv_server.report import MAX_TENANTS, CacheReport, Registration, ReloadReport, Report, TenantReport
 from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
@@ -154,6 +154,8 @@ class CacheServer:
         self._passing: PassingOn | None = None
         self._succession = succession
         self._is_private = False
+        self.reload: Callable[[Callable[[ReloadReport], object]], object] = _no_file
+        """On any thread: have the settings read again; calls its argument, on any thread, with what became of it."""
         self.is_passed_on = False
         """Another process has taken over."""
         descriptors = [] if succession is None else succession.descriptors
@@ -281,6 +283,9 @@ class CacheServer:
                 send(wire.Stated(self.report()))
             case wire.TakeOver():
                 self._begin_passing_on(client, request)
+            case wire.Reload():
+                client.waiting = request
+                self.reload(partial(self._reloaded, client))
             case wire.Explain():
                 client.waiting = request
                 state = (self.caches, self.registrations(), self._history, self.bus.now_s())
@@ -298,6 +303,14 @@ class CacheServer:
                 answer = client.session.answer(request)
                 if answer is not None:
                     send(answer)
+
+    def _reloaded(self, client: ClientConnection, report: ReloadReport) -> None:
+        """On any thread."""
+
+        def answer() -> None:
+            self._connections.send(client, wire.Reloaded(report))
+
+        self.submit(partial(self._connections.finish, client, answer))
 
     def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
         """On any thread."""
@@ -318,8 +331,8 @@ class CacheServer:
         cache = self.caches.get(request.format)
         if cache is not None:
             self._begin_session(client, request, cache)
-        elif self._passing is not None:
-            client.waiting = request  # whichever process goes on opens it
+        elif self.formats.held_for:
+            client.waiting = request  # until it is known which process opens it, or with which settings
         elif self.formats.open(request.format, self._in_use()):
             client.waiting = request
         else:
@@ -458,6 +471,7 @@ class CacheServer:
             gone_on=lambda: self.submit(self._go_on_serving),
         )
         must_start(self._passing)
+        self.formats.held_for = "another process is taking over from it"
 
     def _why_not_passed_on(self, request: wire.TakeOver) -> str:
         if request.format != FORMAT:
@@ -467,8 +481,8 @@ class CacheServer:
             )
         if self._is_private:
             return "it is an engine's private server, which ends with its engine"
-        if self._passing is not None:
-            return "another process is taking over from this server already"
+        if self.formats.held_for:
+            return f"{self.formats.held_for}: try again when that is done"
         if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
             return "a cache is being opened or closed: try again when that is done"
         if self.formats.drained is not None:
@@ -485,7 +499,8 @@ class CacheServer:
         assert self._passing is not None
         channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
-            if client.is_ending or any(descriptor >= 0 for _, descriptor in client.unsent):
+            is_reloading = isinstance(client.waiting, wire.Reload)
+            if client.is_ending or is_reloading or any(descriptor >= 0 for _, descriptor in client.unsent):
                 self._connections.drop(client)
         gc.disable()  # a collection looks at every chunk
         with ExitStack() as held:
@@ -514,8 +529,8 @@ class CacheServer:
     def _go_on_serving(self) -> None:
         """No other process has taken over."""
         self._passing = None
+        self.formats.held_for = ""
         self._serve_peers()
-        self._answer_waiting(wire.Register)
 
     def _open_peers(self) -> None:
         """Bind the address in the settings, if they have one. Imports TLS only here, because not every server needs it.
@@ -678,6 +693,10 @@ class CacheServer:
                 match client.waiting:
                     case wire.Register() as request if request.format == opened.format:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
+        for client in [] if self.formats.held_for else self._connections.all():
+            match client.waiting:
+                case wire.Register() as request if request.format not in self.formats.opening:  # it was held
+                    self._connections.finish(client, partial(self._answer, client, request))
 
     def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":
         """On any thread. caches: those of this server."""
@@ -711,7 +730,12 @@ class CacheServer:
             self.address.close()
 
 
+def _no_file(then: Callable[[ReloadReport], object]) -> None:
+    then(ReloadReport([], {}, "it has no file of settings to read again; start it with --config FILE"))
+
+
 def _image_of(client: ClientConnection) -> ClientImage:
+    assert not isinstance(client.waiting, wire.Reload)  # it was dropped
     return ClientImage(
         client.number,
         client.pid,

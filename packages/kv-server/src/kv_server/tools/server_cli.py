@@ -1,4 +1,4 @@
-"""`kv top`, `kv drain` and `kv explain`: commands that question a running server, which their options select."""
+"""`kv top`, `kv drain`, `kv reload`, `kv explain`: commands to a running server, which their options select."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from kv_core.cost import Choice
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
-from kv_core.log import say
+from kv_core.log import on_one_line, say
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
@@ -65,7 +65,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     return Path(socket) if socket else default_socket(name or "default")
 
 
-def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str) -> A:
+def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str, *, timeout_s: float = _ANSWER_S) -> A:
     """The server's answer of this kind. refusal: what it does if it is another, in words.
 
     Raises:
@@ -73,7 +73,7 @@ def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str) -> A:
         InputError: its answer is another.
     """
     try:
-        answer = ask_server(path, request, timeout_s=_ANSWER_S)
+        answer = ask_server(path, request, timeout_s=timeout_s)
     except TierDown as why:
         raise ConfigError(f"{why}; give --name or --socket") from None
     if not isinstance(answer, wanted):
@@ -176,6 +176,47 @@ def _drain(args: argparse.Namespace) -> int:
 
 def _states(report: Report) -> Sequence[DrainState]:
     return [cache.drain for cache in report.caches if cache.drain is not None]
+
+
+# `kv reload`: have a server read its settings file again.
+
+_ABOUT_RELOAD: Final = """\
+Have a kv-server read its settings file again, and print what has changed. Tenants and quotas change at once, in all
+caches or in none; engines notice nothing. Other settings stay as they are until the server is replaced or started
+again, as is said of each. SIGHUP does the same, and tells only the log.
+"""
+_EXAMPLES_OF_RELOAD: Final = """\
+examples:
+  kv config kv.yaml && kv reload --config kv.yaml    # the file names the server
+  kv reload --name llama --json
+
+The exit status is 0 if all of the file is in force, 1 if some of it needs more, and 2 if the file is wrong, in which
+case nothing has changed, or no server was found.
+"""
+_RELOAD_S: Final = 60.0
+
+
+def register_reload(commands: Any) -> None:
+    """Add `kv reload`; called by the `kv` command."""
+    about = "have a server read its settings file again"
+    parser = add_command(commands, "reload", _ABOUT_RELOAD, _EXAMPLES_OF_RELOAD, help=about)
+    parser.set_defaults(run=_reload)
+    add_server_options(parser)
+    parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
+
+
+def _reload(args: argparse.Namespace) -> int:
+    path = socket_of(args)
+    report = ask(path, wire.Reload(), wire.Reloaded, "reads no settings again", timeout_s=_RELOAD_S).report
+    if args.json:
+        say(json.dumps(dataclasses.asdict(report)))
+    if report.why:
+        raise ConfigError(f"the settings of the server at {path} stay as they are: {report.why}")
+    for changed in () if args.json else report.changed or ["nothing has changed"]:
+        say(on_one_line(changed))
+    for setting, until in report.refused.items():
+        say(f"kv reload: {setting} stays as it is until {until}", file=sys.stderr)
+    return 1 if report.refused else 0
 
 
 # `kv top`: shows a server in a terminal, queried every second over its socket.
