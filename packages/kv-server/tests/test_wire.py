@@ -31,6 +31,7 @@ REQUESTS: list[wire.Request] = [
     wire.Status(),
     wire.Drain(True, 60.0, 1 << 30),
     wire.Drain(False, 60.0, None),
+    wire.Freeze(True),
     wire.Reload(),
     wire.TakeOver(1, "0.1.0"),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),

@@ -104,6 +104,8 @@ class Caches:
         """Why no cache is to be opened now; empty: one may be. The caller of `open` sees to it."""
         self.drained: tuple[float, int | None] | None = None
         """What `drain` was given last; None: nothing is being drained."""
+        self.is_frozen = False
+        """Caches store nothing new and evict nothing, and none is closed to make room for another."""
         self.quotas_set: QuotasSet = {}
         """Those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
@@ -147,6 +149,8 @@ class Caches:
             self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
                 self._adopt(opened.format, cache)
+                if self.is_frozen:
+                    cache.admin.freeze(True)
                 if self.drained is not None:
                     peer_side(cache).drain.begin(*self.drained)
                 self.publish(opened.format, cache)
@@ -189,15 +193,16 @@ class Caches:
         for cache in self._caches.values():
             peer_side(cache).drain.begin(timeout_s, max_bytes)
 
-    def keeps(self) -> list[str]:
-        """Places of the settings that may hold chunks of an earlier process."""
-        disks = [str(tier.get("name") or "disk") for tier in self.config.tiers if tier.get("type") == "disk"]
-        return [*([f"pool {name}"] if (name := self.config.host.name) else []), *disks]
-
     def end_drain(self) -> None:
         self.drained = None
         for cache in self._caches.values():
             peer_side(cache).drain.end()
+
+    def freeze(self, is_frozen: bool) -> None:
+        """As `Administration.freeze`, for every cache, including those that are opened from now on."""
+        self.is_frozen = is_frozen
+        for cache in self._caches.values():
+            cache.admin.freeze(is_frozen)
 
     def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
         """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
@@ -237,7 +242,7 @@ class Caches:
 
     def _close_idle(self, in_use: Container[LocalCache]) -> bool:
         """Close a cache to make room for another; False: there is none to close."""
-        if self.peers_address is not None:
+        if self.peers_address is not None or self.is_frozen:
             return False
         idle = [name for name, cache in self._caches.items() if cache not in in_use]
         longest = min(idle, key=self._left_s.__getitem__, default=None)

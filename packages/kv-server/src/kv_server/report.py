@@ -222,6 +222,7 @@ class Report:
     uptime_s: since it began.
     peers: what is served to other hosts' servers; None: there is no address for them.
     keeps: places that may hold chunks from before this process, of formats that no engine has registered yet.
+    frozen: nothing new is stored, and nothing evicted.
     """
 
     pid: int
@@ -233,3 +234,4 @@ class Report:
     uptime_s: float = 0.0
     peers: PeersServed | None = None
     keeps: list[str] = field(default_factory=list)
+    frozen: bool = False

@@ -281,6 +281,9 @@ class CacheServer:
                 else:
                     self.formats.end_drain()
                 send(wire.Stated(self.report()))
+            case wire.Freeze(is_begun):
+                self.formats.freeze(is_begun)
+                send(wire.Stated(self.report()))
             case wire.TakeOver():
                 self._begin_passing_on(client, request)
             case wire.Reload():
@@ -487,6 +490,8 @@ class CacheServer:
             return "a cache is being opened or closed: try again when that is done"
         if self.formats.drained is not None:
             return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
+        if self.formats.is_frozen:
+            return "it is frozen: end that first (kv freeze --end)"
         return ""
 
     def _close_peers(self) -> None:
@@ -673,7 +678,8 @@ class CacheServer:
             opening=len(self.formats.opening),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
-            keeps=self.formats.keeps(),
+            keeps=_keeps(self._config),
+            frozen=self.formats.is_frozen,
         )
 
     # Waking and ending.
@@ -749,6 +755,12 @@ def _image_of(client: ClientConnection) -> ClientImage:
         b"".join(data for data, _ in client.unsent),
         client.last_seen_s,
     )
+
+
+def _keeps(config: ServerConfig) -> list[str]:
+    """Places of the settings that may hold chunks of an earlier process."""
+    disks = [str(tier.get("name") or "disk") for tier in config.tiers if tier.get("type") == "disk"]
+    return [*([f"pool {config.host.name}"] if config.host.name else []), *disks]
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:

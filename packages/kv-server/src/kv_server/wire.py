@@ -135,6 +135,15 @@ class Drain(Message, tag="drain"):
     max_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
 
 
+class Freeze(Message, tag="freeze"):
+    """Have all caches store nothing new and evict nothing, or do so again.
+
+    is_begun: True for the first, False for the second.
+    """
+
+    is_begun: bool
+
+
 class Reload(Message, tag="reload"):
     """Have the server read its settings again."""
 
@@ -262,7 +271,8 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Reload | TakeOver | Explain | Verb
+Asked = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
+Request = Hello | Register | Unregister | Registered | Asked | Verb
 
 # Answers.
 

@@ -22,6 +22,7 @@ from kv_server.http.operation import Operation, Problem, ProblemDocument, perfor
 from kv_server.http.operations import (
     clear_operations,
     drain_operations,
+    freeze_operations,
     quota_operations,
     reload_operations,
     route_operations,
@@ -64,6 +65,7 @@ def make_app(relay: Relay, *, token: str, archive_directory: str) -> ASGIApp:
         *state_operations(relay),
         *clear_operations(relay),
         *drain_operations(relay),
+        *freeze_operations(relay),
         *reload_operations(relay),
         *quota_operations(relay),
         *prefix_operations(relay, archive_directory),

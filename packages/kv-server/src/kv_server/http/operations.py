@@ -68,6 +68,24 @@ def state_operations(relay: Relay) -> list[Operation]:
     ]
 
 
+class Frozen(msgspec.Struct, frozen=True):
+    """Whether nothing new is stored, and nothing evicted."""
+
+    frozen: bool
+
+
+def freeze_operations(relay: Relay) -> list[Operation]:
+    async def change(is_frozen: bool) -> Frozen:
+        await relay.on_server(lambda server: server.formats.freeze(is_frozen))
+        return Frozen(is_frozen)
+
+    about = "Store nothing new and evict nothing, until that is ended or the server ends"
+    return [
+        Operation("POST", "/freeze", about, partial(change, True), Frozen, failures=(503,)),
+        Operation("POST", "/freeze/end", "Store and evict as before", partial(change, False), Frozen, failures=(503,)),
+    ]
+
+
 def reload_operations(relay: Relay) -> list[Operation]:
     async def reload() -> ReloadReport:
         outcome: Future[ReloadReport] = Future()

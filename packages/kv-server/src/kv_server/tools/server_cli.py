@@ -1,4 +1,4 @@
-"""`kv top`, `kv drain`, `kv reload`, `kv explain`: commands to a running server, which their options select."""
+"""`kv top`, `kv drain`, `kv freeze`, `kv reload`, `kv explain`: commands to a server, which their options select."""
 
 import argparse
 import dataclasses
@@ -176,6 +176,38 @@ def _drain(args: argparse.Namespace) -> int:
 
 def _states(report: Report) -> Sequence[DrainState]:
     return [cache.drain for cache in report.caches if cache.drain is not None]
+
+
+# `kv freeze`: have a server leave what it holds as it is.
+
+_ABOUT_FREEZE: Final = """\
+Have a kv-server store nothing new and evict nothing, in its pool and the tiers below it: for a benchmark, an incident,
+or a set of prompts that is to stay as it is. Engines load what it holds as before and compute the rest. Stores that
+have begun are completed; chunks of lower tiers are promoted as long as the pool has free room; clearing works.
+
+It lasts until kv freeze --end, or until the server ends.
+"""
+_EXAMPLES_OF_FREEZE: Final = """\
+examples:
+  kv freeze --name llama && vllm bench serve … ; kv freeze --end --name llama
+
+The exit status is 0, or 2 if no server was found.
+"""
+
+
+def register_freeze(commands: Any) -> None:
+    """Add `kv freeze`; called by the `kv` command."""
+    about = "have a server store and evict nothing for a while"
+    parser = add_command(commands, "freeze", _ABOUT_FREEZE, _EXAMPLES_OF_FREEZE, help=about)
+    parser.set_defaults(run=_freeze)
+    add_server_options(parser)
+    parser.add_argument("--end", action="store_true", help="store and evict as before")
+
+
+def _freeze(args: argparse.Namespace) -> int:
+    ask(socket_of(args), wire.Freeze(not args.end), wire.Stated, "cannot be frozen")
+    say("it stores and evicts as before" if args.end else "it stores nothing new and evicts nothing")
+    return 0
 
 
 # `kv reload`: have a server read its settings file again.
