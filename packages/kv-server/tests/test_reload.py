@@ -1,10 +1,14 @@
 """A running server reads its settings again: all of what can change does, or nothing, and whoever asked is told."""
 
 import json
+import os
+import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import msgspec
@@ -18,7 +22,16 @@ from kv_server.connection import PACKAGE, ask_server
 from kv_server.reload import Reloading
 from kv_server.report import ReloadReport
 from kv_server.succession.channel import FORMAT
-from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, join_server, report_of, settings_for, store
+from kv_testing.cache_servers import (
+    SLOT_BYTES,
+    ThreadedServer,
+    held,
+    join_at,
+    join_server,
+    report_of,
+    settings_for,
+    store,
+)
 from kv_testing.http import TOKEN, problem
 from kv_testing.servers import free_port
 from kv_testing.upgrades import Loads, UpgradedServers
@@ -49,11 +62,26 @@ class Reloaded(UpgradedServers):
     def kv(self, *options: str) -> int:
         return main(["reload", "--socket", str(self.socket), *options])
 
-    def post(self, token: str = TOKEN) -> httpx.Response:
-        return httpx.post(f"{self.url}/reload", headers={"authorization": f"Bearer {token}"}, timeout=60)
+    def post(self, body: object = None, token: str = TOKEN) -> httpx.Response:
+        return httpx.post(f"{self.url}/reload", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60)
+
+    def serves_http(self) -> bool:
+        """It is away for a moment after a process has taken over."""
+        try:
+            return httpx.get(f"{self.url}/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def quotas(self) -> dict[str, int | None]:
         return {tenant.name: tenant.quota_bytes for tenant in report_of(self.socket).caches[0].tenants if tenant.name}
+
+    def close(self) -> None:
+        """End the process that serves, which may be another one than was started."""
+        serving = os.pidfd_open(report_of(self.socket).pid)
+        signal.pidfd_send_signal(serving, signal.SIGTERM)
+        assert select.select([serving], [], [], 60)[0]
+        os.close(serving)
+        super().close()
 
 
 @pytest.fixture
@@ -81,15 +109,93 @@ def test_what_has_changed_and_what_needs_more_is_said(servers: Reloaded, capsys:
         "tenant ann is no longer listed, and has no quota",
         "tenant bob is called rob, and has a quota of 4 KiB (before: no quota)",
     ]
-    assert "cold.wait_s stays as it is until kv-server --take-over" in errors
-    assert "host.capacity_bytes stays as it is until the server is started again" in errors
+    assert "cold.wait_s stays as it is: a change takes kv reload --take-over, or a restart" in errors
+    assert "host.capacity_bytes stays as it is: a change takes a restart" in errors
     assert servers.quotas() == {"rob": SLOT_BYTES}
     assert servers.kv("--json") == 1  # they still wait
-    assert set(json.loads(capsys.readouterr().out)["refused"]) == {"cold.wait_s", "host.capacity_bytes"}
-    servers.write(cold={"wait_s": 2.0})
-    servers.upgrade()
-    assert (servers.kv(), capsys.readouterr().out) == (0, "nothing has changed\n")
+    refused = {"cold.wait_s": "take-over", "host.capacity_bytes": "restart"}
+    assert json.loads(capsys.readouterr().out)["refused"] == refused
     cache.close()
+
+
+def test_another_process_takes_over_for_tiers_and_all_but_the_pool(
+    servers: Reloaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under load, with a tier that goes and comes, once asked over the socket and once over HTTP."""
+    cache, kept = join_server(servers.home), key_chain(4, branch="kept")
+    store(cache, kept)
+    lease = cache.load(kept, "reader", lasting=True)
+    loads = Loads(servers.socket, prompts=8)
+    pids = [report_of(servers.socket).pid]
+    servers.write(ANN, tiers=[], cold={"wait_s": 2.0}, host={"capacity_bytes": "1GiB"})
+    assert servers.kv("--take-over") == 1
+    out, errors = capsys.readouterr()
+    settled = ["tiers is as in the file", "cold.wait_s is as in the file", "another process has taken over"]
+    assert out.splitlines() == ["tenant ann is new, with a quota of 12 KiB", *settled]
+    assert errors.splitlines()[-1] == "kv reload: host.capacity_bytes stays as it is: a change takes a restart"
+    pids.append(report_of(servers.socket).pid)
+    assert (report_of(servers.socket).caches[0].tiers, servers.quotas()) == ([], {"ann": 3 * SLOT_BYTES})
+    servers.write()
+    until(lambda: servers.serves_http())
+    answer = servers.post({"take_over": True})
+    assert answer.json()["changed"][1:] == settled
+    until(lambda: report_of(servers.socket).pid not in pids)
+    rounds = sum(loads.rounds)
+    until(lambda: sum(loads.rounds) > rounds + 20 or loads.failures, 60)
+    loads.stop()
+    assert not loads.failures
+    assert [tier.name for tier in report_of(servers.socket).caches[0].tiers] == ["disk"]
+    assert cache.release(lease)  # type: ignore[arg-type]
+    assert cache.generation == 0
+    cache.close()
+
+
+def test_if_no_process_takes_over_all_stays_and_the_reason_is_said(
+    servers: Reloaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, kept, pid = join_server(servers.home), key_chain(4, branch="kept"), report_of(servers.socket).pid
+    store(cache, kept)
+    nowhere = {"type": "disk", "directory": str(servers.home / "no" / "such"), "capacity_bytes": "1MiB"}
+    servers.write(tiers=[nowhere])
+    assert servers.kv("--take-over") == 2
+    assert str(servers.home / "no") in capsys.readouterr().err
+    servers.write(cold={"wait_s": 2.0})
+    assert main(["freeze", "--socket", str(servers.socket)]) == 0
+    assert servers.kv("--take-over") == 2
+    said = capsys.readouterr().err
+    assert "cold.wait_s stays as it is" in said
+    assert "no other process has taken over" in said and "ended with status 2" in said
+    assert "end that first (kv freeze --end)" in servers.log.read_text()
+    assert "ended with status 2" in problem(servers.post({"take_over": True}), 409)
+    until(lambda: [tier.health.name for tier in report_of(servers.socket).caches[0].tiers] == ["UP"])
+    assert (report_of(servers.socket).pid, held(cache, kept), cache.generation) == (pid, 4, 0)
+    cache.close()
+
+
+def test_a_service_manager_learns_which_process_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(60)
+        manager.bind(str(home / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(home / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "50000")
+        servers = Reloaded(home)
+
+        def next_said() -> tuple[str, int]:
+            """What is said next, but for signs of life."""
+            while (said := manager.recv(100)) == b"WATCHDOG=1":
+                pass
+            return said.decode(), report_of(servers.socket).pid
+
+        (ready, first) = next_said()
+        servers.write(cold={"wait_s": 2.0})
+        assert servers.kv("--take-over") == 0
+        (passed_on, second) = next_said()
+        assert first != second
+        assert (ready, passed_on) == ("READY=1", f"MAINPID={second}")
+        assert next_said() == ("READY=1", second)
+        while manager.recv(100) != b"WATCHDOG=1":
+            pass
+        servers.close()
 
 
 WRONG = {
@@ -123,7 +229,7 @@ def test_a_file_that_is_wrong_or_gone_changes_nothing(servers: Reloaded, capsys:
 def test_names_reach_http_and_the_token_is_needed(servers: Reloaded) -> None:
     cache = join_server(servers.home)
     servers.write(ANN)
-    assert problem(servers.post("another-token-that-is-wrong"), 401)
+    assert problem(servers.post(token="another-token-that-is-wrong"), 401)
     assert problem(httpx.get(f"{servers.url}/quota/ann"), 404)
     assert servers.post().json() == {"changed": ["tenant ann is new, with a quota of 12 KiB"], "refused": {}, "why": ""}
     assert httpx.get(f"{servers.url}/quota/ann").json()["caches"][0]["quota_bytes"] == 3 * SLOT_BYTES
@@ -243,6 +349,9 @@ def test_an_engine_that_comes_meanwhile_gets_the_new_settings() -> None:
     new = msgspec.structs.replace(old, tenants=[Tenant("ann", tenant_tag("ann"), 2 * SLOT_BYTES)])
     begun, go_on = threading.Event(), threading.Event()
 
+    def succeed() -> NoReturn:
+        raise AssertionError
+
     class Slow(Reloading):
         def _change_tenants(self, before: Mapping[bytes, int], tenants: list[Tenant]) -> None:
             begun.set()
@@ -250,7 +359,7 @@ def test_an_engine_that_comes_meanwhile_gets_the_new_settings() -> None:
             super()._change_tenants(before, tenants)
 
     reports: list[ReloadReport] = []
-    reloading = Slow(served.server, old, lambda: new)
+    reloading = Slow(served.server, old, lambda: new, succeed)
     reloading.start()
     reloading.want(reports.append)
     assert begun.wait(10)

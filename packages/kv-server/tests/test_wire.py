@@ -32,7 +32,7 @@ REQUESTS: list[wire.Request] = [
     wire.Drain(True, 60.0, 1 << 30),
     wire.Drain(False, 60.0, None),
     wire.Freeze(True),
-    wire.Reload(),
+    wire.Reload(True),
     wire.TakeOver(1, "0.1.0"),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, {"wait_for_promotion": True}),
@@ -97,7 +97,7 @@ ANSWERS: list[wire.Answer] = [
     wire.Changed(9, True, [wire.KeyChange(True, KEYS), wire.KeyChange(False, wire.Keys())]),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
-    wire.Reloaded(ReloadReport(["tenant a is new, with no quota"], {"peers.listen": "it is started again"}, "")),
+    wire.Reloaded(ReloadReport(["tenant a is new, with no quota"], {"peers.listen": "take-over"}, "")),
     wire.Explanations(
         1,
         1024,

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
@@ -23,6 +24,7 @@ from kv_server.address import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
+from kv_server.process import environment, module_command
 from kv_server.reload import Reloading
 from kv_server.server import CacheServer
 from kv_server.succession.upgrade import TakingOver, VanishedError
@@ -50,6 +52,10 @@ class ServiceManager:
         is_for_us = pid in ("", str(os.getpid())) and interval_us.isascii() and interval_us.isdigit()
         self._beat_s = int(interval_us) / 2e6 if self._address and is_for_us else 0.0
         self._ended = threading.Event()
+        self._successor = 0
+        self._given = {"NOTIFY_SOCKET": self._address.replace("\0", "@", 1)} if self._address else {}
+        if self._beat_s:
+            self._given["WATCHDOG_USEC"] = interval_us
 
     def ready(self) -> None:
         self._notify("READY=1", _WAIT_S)
@@ -58,6 +64,20 @@ class ServiceManager:
         """No more signs of life are due."""
         self._ended.set()
         self._notify("STOPPING=1", _WAIT_S)
+
+    def start_successor(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a server with these arguments that takes over from this one, and then speaks to the manager."""
+        kept = [one for one in arguments if one not in ("--detach", "--take-over")]
+        command = [*module_command("kv_server"), *kept, "--take-over"]
+        process = subprocess.Popen(command, env=environment() | self._given)  # noqa: S603  # our own
+        self._successor = process.pid
+        return process
+
+    def passed_on(self) -> None:
+        """The service goes on in the successor, if it was started here."""
+        self._ended.set()
+        if self._successor:
+            self._notify(f"MAINPID={self._successor}", _WAIT_S)
 
     def keep_alive(self, submit: Callable[[Callable[[], None]], object]) -> None:
         """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none. Raises
@@ -121,8 +141,8 @@ same file, and join this server if server.socket is set in it. In YAML:
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
 SIGTERM and SIGINT stop it: it accepts no more clients, stores what is waiting for the lower tiers, and exits. So does
 SIGHUP (unless nohup has it ignored) without a file; with one, it has the file read again, as `kv reload` does: tenants
-and quotas change at once, all else by another server with --take-over. Only processes of the user that started it are
-served at the socket.
+and quotas change at once, all else by `kv reload --take-over`. Only processes of the user that started it are served at
+the socket.
 """
 
 
@@ -160,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reloads = args.config not in {None, STANDARD_INPUT}
     ending = [number for number in _ENDING if number != signal.SIGHUP or not reloads]
     if reloads:
-        reloading = Reloading(server, config, lambda: _config(args))
+        succeed = partial(manager.start_successor, sys.argv[1:] if argv is None else argv)
+        reloading = Reloading(server, config, lambda: _config(args), succeed)
         if why := start_thread(reloading):
             _log.warning("the settings are not read again while this server runs: %s", why)
         else:
@@ -199,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if serving is not None:
             serving.stop()
     if server.is_passed_on:
+        manager.passed_on()
         sys.stdout = None
         logging.shutdown()
         os._exit(status)  # a thread may still wait for what this process no longer has

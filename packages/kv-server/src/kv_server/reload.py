@@ -1,14 +1,16 @@
 """Settings that change while a server runs: its file is read again on SIGHUP, for `kv reload` and for `POST /reload`.
 
-Tenants and quotas change at once, in every cache or in none. All else needs another process
-(`kv_server.succession`), and the answer says of each setting what it needs.
+Tenants and quotas change at once, in every cache or in none. All else takes another process, and the answer says so of
+each setting. If it is wanted, this one starts a process like itself that takes over from it (`kv_server.succession`).
 """
 
+import os
 import queue
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
@@ -24,10 +26,13 @@ from kv_server.report import ReloadReport
 from kv_server.server import CacheServer
 
 _log = limited_logger(__name__)
+Then = Callable[[ReloadReport], object]
 
 _HELD_S: Final = 10.0
 """How long to wait for caches that are being opened: they have the settings from before."""
 _POLL_S: Final = 0.05
+_TAKE_OVER_S: Final = 620.0
+"""How long a process may take to open its tiers and take over."""
 _FIXED: Final = {"host.capacity_bytes", "host.name", "server.socket", "server.name"}
 """Settings that a server which takes over keeps, as it has the same pool and socket."""
 _OF_ENGINES: Final = {"server.answer_s"}
@@ -36,28 +41,39 @@ _OF_ENGINES: Final = {"server.answer_s"}
 class Reloading(threading.Thread):
     """Reads the settings again for each `want`, one after the other."""
 
-    def __init__(self, server: CacheServer, config: ServerConfig, read: Callable[[], ServerConfig]) -> None:
-        """config: in force. read: the settings as they are now; raises `ConfigError`."""
+    def __init__(
+        self,
+        server: CacheServer,
+        config: ServerConfig,
+        read: Callable[[], ServerConfig],
+        succeed: Callable[[], "subprocess.Popen[bytes]"],
+    ) -> None:
+        """config: in force. read: the settings as they are now; raises `ConfigError`. succeed: starts a process with
+        these settings that takes over."""
         super().__init__(name="kv-reload", daemon=True)
-        self._server, self._config, self._read = server, config, read
-        self._wanted: queue.SimpleQueue[Callable[[ReloadReport], object]] = queue.SimpleQueue()
+        self._server, self._config, self._read, self._succeed = server, config, read, succeed
+        self._wanted: queue.SimpleQueue[tuple[Then, bool]] = queue.SimpleQueue()
 
-    def want(self, then: Callable[[ReloadReport], object] = lambda report: None) -> None:
-        """From any thread or signal handler, at any time. then: called on this thread with what has become of it."""
-        self._wanted.put(then)
+    def want(self, then: Then = lambda report: None, *, take_over: bool = False) -> None:
+        """From any thread or signal handler, at any time.
+
+        then: called on this thread with what has become of it.
+        take_over: have another process take over, with all of the settings.
+        """
+        self._wanted.put((then, take_over))
 
     def run(self) -> None:
         while True:
             waiting = [self._wanted.get()]
             while not self._wanted.empty():  # all of these want what the file holds from now on
                 waiting.append(self._wanted.get())
-            report = self._reload()
-            for then in waiting:
+            report = self._reload(take_over=any(take_over for _, take_over in waiting))
+            for then, _ in waiting:
                 then(report)
 
-    def _reload(self) -> ReloadReport:
+    def _reload(self, *, take_over: bool) -> ReloadReport:
         try:
-            report = self._take(self._read())
+            report = self._take(self._read(), take_over=take_over)
         except ConfigError as error:
             report = ReloadReport([], {}, str(error))
         except (ClosedError, TierDown):
@@ -67,16 +83,25 @@ class Reloading(threading.Thread):
             report = ReloadReport([], {}, f"a bug, which is in the log: {error}")
         if report.why:
             _log.error("the settings stay as they are: %s", report.why)
-        for path, needs in report.refused.items():
-            _log.warning("%s stays as it is until %s", path, needs)
+        for refusal in report.refusals():
+            _log.warning("%s", refusal)
         _log.info("the settings were read again: %s", "; ".join(report.changed) or "nothing has changed")
         return report
 
-    def _take(self, new: ServerConfig) -> ReloadReport:
-        """Raises `ConfigError`: the tenants cannot have these quotas, or not now; nothing has changed."""
+    def _take(self, new: ServerConfig, *, take_over: bool) -> ReloadReport:
+        """Raises `ConfigError`: the tenants cannot have these quotas, or not now, or no other process takes over;
+        nothing has changed."""
         old = self._config
         differing = [path for path in _differing(old, new) if path not in _OF_ENGINES]
-        refused = {path: _needs(path) for path in differing if path != "tenants"}
+        fixed = [path for path in differing if path in _FIXED]
+        others = [path for path in differing if path not in (*fixed, "tenants")]
+        refused: dict[str, Literal["take-over", "restart"]] = dict.fromkeys(fixed, "restart")
+        changed = _tenants_changed(old.tenants, new.tenants)
+        if take_over:
+            self._be_replaced()
+            changed += [*(f"{path} is as in the file" for path in others), "another process has taken over"]
+            return ReloadReport(changed, refused)
+        refused |= dict.fromkeys(others, "take-over")
         if "tenants" in differing:
             until_s = time.monotonic() + _HELD_S
             while why := self._server.submit(self._hold).result():
@@ -88,7 +113,21 @@ class Reloading(threading.Thread):
             finally:
                 self._server.submit(self._let_go)
             self._config = msgspec.structs.replace(old, tenants=new.tenants)
-        return ReloadReport(_tenants_changed(old.tenants, new.tenants), refused)
+        return ReloadReport(changed, refused)
+
+    def _be_replaced(self) -> None:
+        """Raises `ConfigError`: no other process has taken over."""
+        if os.getpid() == 1:
+            raise ConfigError("this server is process 1 of a container that would end with it: restart the container")
+        successor = self._succeed()
+        until_s = time.monotonic() + _TAKE_OVER_S
+        while not self._server.is_passed_on:
+            if (status := successor.poll()) is not None and not self._server.is_passed_on:
+                raise ConfigError(f"the process that was to take over has ended with status {status}; its log says why")
+            if time.monotonic() >= until_s:
+                successor.terminate()
+                raise ConfigError(f"the process that was to take over has not done so within {_TAKE_OVER_S:g} s")
+            time.sleep(_POLL_S)
 
     def _hold(self) -> str:
         """On the serving thread: let no cache be opened. Returns why that cannot be now; empty: it is so."""
@@ -126,10 +165,6 @@ def _differing(old: ServerConfig, new: ServerConfig) -> list[str]:
         elif was != now:
             paths.append(f"server.{name}" if name in ServerSettings.__struct_fields__ else name)
     return paths
-
-
-def _needs(path: str) -> str:
-    return "the server is started again" if path in _FIXED else "kv-server --take-over, or until it is started again"
 
 
 def _tenants_changed(old: Sequence[Tenant], new: Sequence[Tenant]) -> list[str]:

@@ -2,6 +2,7 @@
 top`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -50,13 +51,18 @@ class ReloadReport:
     """What has become of settings that were read again.
 
     changed: what is in force from now on and was not before, in words.
-    refused: by setting that differs from what is in force, until when it stays as it is.
+    refused: the settings that stay as they are although the file has others, and what each takes.
     why: why nothing could be taken, and all stays as it is; empty: it could.
     """
 
     changed: list[str]
-    refused: dict[str, str]
+    refused: Mapping[str, Literal["take-over", "restart"]]
     why: str = ""
+
+    def refusals(self) -> list[str]:
+        """For people."""
+        words = {"take-over": "kv reload --take-over, or a restart", "restart": "a restart"}
+        return [f"{path} stays as it is: a change takes {words[needed]}" for path, needed in self.refused.items()]
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
 from types import UnionType
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 from kv_core.clock import Clock
@@ -109,6 +109,12 @@ class ServerMailbox:
         self.drain()
 
 
+class WantsReload(Protocol):
+    """As `kv_server.reload.Reloading.want`."""
+
+    def __call__(self, then: Callable[[ReloadReport], object], *, take_over: bool) -> object: ...
+
+
 _MAX_MODELS: Final = 8
 """Models that are named for one format."""
 
@@ -154,8 +160,8 @@ class CacheServer:
         self._passing: PassingOn | None = None
         self._succession = succession
         self._is_private = False
-        self.reload: Callable[[Callable[[ReloadReport], object]], object] = _no_file
-        """On any thread: have the settings read again; calls its argument, on any thread, with what became of it."""
+        self.reload: WantsReload = _no_file
+        """On any thread: have the settings read again. What has become of it is passed on, on any thread."""
         self.is_passed_on = False
         """Another process has taken over."""
         descriptors = [] if succession is None else succession.descriptors
@@ -288,7 +294,7 @@ class CacheServer:
                 self._begin_passing_on(client, request)
             case wire.Reload():
                 client.waiting = request
-                self.reload(partial(self._reloaded, client))
+                self.reload(partial(self._reloaded, client), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
                 state = (self.caches, self.registrations(), self._history, self.bus.now_s())
@@ -736,7 +742,7 @@ class CacheServer:
             self.address.close()
 
 
-def _no_file(then: Callable[[ReloadReport], object]) -> None:
+def _no_file(then: Callable[[ReloadReport], object], *, take_over: bool) -> None:
     then(ReloadReport([], {}, "it has no file of settings to read again; start it with --config FILE"))
 
 

@@ -145,7 +145,10 @@ class Freeze(Message, tag="freeze"):
 
 
 class Reload(Message, tag="reload"):
-    """Have the server read its settings again."""
+    """Have the server read its settings again. take_over: have another process take over, with all of them; that ends
+    this connection."""
+
+    take_over: bool
 
 
 class TakeOver(Message, tag="take_over"):

@@ -86,17 +86,23 @@ def freeze_operations(relay: Relay) -> list[Operation]:
     ]
 
 
+class ReloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """take_over: have another process take over, with all of the settings."""
+
+    take_over: bool = False
+
+
 def reload_operations(relay: Relay) -> list[Operation]:
-    async def reload() -> ReloadReport:
+    async def reload(body: ReloadRequest) -> ReloadReport:
         outcome: Future[ReloadReport] = Future()
-        relay.server.reload(outcome.set_result)
+        relay.server.reload(outcome.set_result, take_over=body.take_over)
         report = await asyncio.shield(asyncio.wrap_future(outcome))  # which a client that leaves must not cancel
         if report.why:
             raise Problem(503 if relay.server.is_stopping else 409, f"the settings stay as they are: {report.why}")
         return report
 
     about = "Read the settings file again, as on SIGHUP: what has changed, and what needs more than that"
-    return [Operation("POST", "/reload", about, reload, ReloadReport, failures=(409, 503))]
+    return [Operation("POST", "/reload", about, reload, ReloadReport, ReloadRequest, failures=(409, 503))]
 
 
 class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -214,18 +215,22 @@ def _freeze(args: argparse.Namespace) -> int:
 
 _ABOUT_RELOAD: Final = """\
 Have a kv-server read its settings file again, and print what has changed. Tenants and quotas change at once, in all
-caches or in none; engines notice nothing. Other settings stay as they are until the server is replaced or started
-again, as is said of each. SIGHUP does the same, and tells only the log.
+caches or in none; engines notice nothing. Other settings stay as they are, and what each takes is said: most, such as
+tiers, another process. With --take-over the server starts one with the same command line, which takes over within
+milliseconds and has all settings, and the packages that are installed now. SIGHUP reads the file again, and tells only
+the log.
 """
 _EXAMPLES_OF_RELOAD: Final = """\
 examples:
   kv config kv.yaml && kv reload --config kv.yaml    # the file names the server
-  kv reload --name llama --json
+  kv reload --name llama --take-over                 # for tiers, and all but the pool's size and name
 
 The exit status is 0 if all of the file is in force, 1 if some of it needs more, and 2 if the file is wrong, in which
 case nothing has changed, or no server was found.
 """
 _RELOAD_S: Final = 60.0
+_TAKE_OVER_S: Final = 660.0
+_TAKEN_OVER_S: Final = 30.0
 
 
 def register_reload(commands: Any) -> None:
@@ -234,21 +239,52 @@ def register_reload(commands: Any) -> None:
     parser = add_command(commands, "reload", _ABOUT_RELOAD, _EXAMPLES_OF_RELOAD, help=about)
     parser.set_defaults(run=_reload)
     add_server_options(parser)
+    parser.add_argument(
+        "--take-over", action="store_true", help="have another process take over, with all of the settings"
+    )
     parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
 
 
 def _reload(args: argparse.Namespace) -> int:
     path = socket_of(args)
-    report = ask(path, wire.Reload(), wire.Reloaded, "reads no settings again", timeout_s=_RELOAD_S).report
+    report = ask(path, wire.Reload(False), wire.Reloaded, "reads no settings again", timeout_s=_RELOAD_S).report
+    failure = f"the settings of the server at {path} stay as they are: {report.why}" if report.why else ""
+    if args.take_over and not failure:
+        if why := _have_taken_over(path):
+            failure = f"no other process has taken over from the server at {path}: {why}"
+        else:
+            kept = {setting: needed for setting, needed in report.refused.items() if needed == "restart"}
+            settled = [f"{setting} is as in the file" for setting in report.refused if setting not in kept]
+            changed = [*report.changed, *settled, "another process has taken over"]
+            report = dataclasses.replace(report, changed=changed, refused=kept)
     if args.json:
         say(json.dumps(dataclasses.asdict(report)))
-    if report.why:
-        raise ConfigError(f"the settings of the server at {path} stay as they are: {report.why}")
-    for changed in () if args.json else report.changed or ["nothing has changed"]:
-        say(on_one_line(changed))
-    for setting, until in report.refused.items():
-        say(f"kv reload: {setting} stays as it is until {until}", file=sys.stderr)
+    else:
+        for text in report.changed or ["nothing has changed"]:
+            say(on_one_line(text))
+        for refusal in report.refusals():
+            say(f"kv reload: {refusal}", file=sys.stderr)
+    if failure:
+        raise ConfigError(failure)
     return 1 if report.refused else 0
+
+
+def _have_taken_over(path: Path) -> str:
+    """Have another process take over from this server; returns why none does. Empty: it serves."""
+    pid = _report_of(path).pid
+    try:
+        answer = ask_server(path, wire.Reload(True), timeout_s=_TAKE_OVER_S)
+    except TierDown:  # the server passes on no client that waits for this
+        until_s = time.monotonic() + _TAKEN_OVER_S
+        while time.monotonic() < until_s:
+            with suppress(TierDown):
+                if _report_of(path).pid != pid:
+                    return ""
+            time.sleep(_POLL_S)
+        return "it is not known what has become of it"
+    if isinstance(answer, wire.Reloaded):
+        return answer.report.why
+    return answer.text if isinstance(answer, wire.Failed) else "it does not answer"
 
 
 # `kv top`: shows a server in a terminal, queried every second over its socket.
