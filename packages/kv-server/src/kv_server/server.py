@@ -282,11 +282,14 @@ class CacheServer:
             case wire.Status():
                 send(wire.Stated(self.report()))
             case wire.Drain():
-                if request.is_begun:
-                    self.formats.drain(request.timeout_s, request.max_bytes)
-                else:
-                    self.formats.end_drain()
-                send(wire.Stated(self.report()))
+                try:
+                    if request.is_begun:
+                        self.formats.drain(request.timeout_s, request.max_bytes)
+                    else:
+                        self.formats.end_drain()
+                    send(wire.Stated(self.report()))
+                except InputError as why:  # said to whoever asked, and to no log
+                    send(wire.Failed("misuse", str(why)))
             case wire.Freeze(is_begun):
                 self.formats.freeze(is_begun)
                 send(wire.Stated(self.report()))
