@@ -324,14 +324,18 @@ def test_a_peer_that_refuses_offers_is_left_alone(ending: ExitStack, tmp_path: P
     assert held(other, PROMPTS[0]) == 4  # and reads as ever
 
 
-def test_without_peers_nothing_is_offered_and_stores_go_on(ending: ExitStack, tmp_path: Path) -> None:
+def test_without_peers_nothing_is_offered_and_stores_go_on(
+    ending: ExitStack, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so, and the server's log does not."""
     home = tmp_path / "one"
     home.mkdir(mode=0o700)
     server = launch(settings_for(home, 8), socket=home / "s")
     ending.callback(server.stop)
     filled(ending, home, PROMPTS[:1])
-    answer = ask_server(home / "s", wire.Drain(True, 5.0, None), timeout_s=10.0)
-    assert isinstance(answer, wire.Failed) and "no tier of type peers" in answer.text
+    assert main(["drain", "--socket", str(home / "s")]) == 2
+    said = capfd.readouterr().err
+    assert "no tier of type peers" in said and "WARNING" not in said
     assert report_of(home / "s").caches[0].drain is None  # which would be shown for ever
     filled(ending, home, PROMPTS[1:2])
     assert in_pool(home) == 8

@@ -16,7 +16,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
-from kv_server.report import CacheReport, DrainState, PeersServed, Registration, Report, TenantReport
+from kv_server.report import CacheReport, DrainState, PeersServed, Registration, ReloadReport, Report, TenantReport
 from kv_tiers.tier import TierUsage
 from kv_tiers.tier_state import Health, Held, LaneCounts, SpillCounts, TierState
 
@@ -31,6 +31,8 @@ REQUESTS: list[wire.Request] = [
     wire.Status(),
     wire.Drain(True, 60.0, 1 << 30),
     wire.Drain(False, 60.0, None),
+    wire.Freeze(True),
+    wire.Reload(True),
     wire.TakeOver(1, "0.1.0"),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, {"wait_for_promotion": True}),
@@ -95,6 +97,7 @@ ANSWERS: list[wire.Answer] = [
     wire.Changed(9, True, [wire.KeyChange(True, KEYS), wire.KeyChange(False, wire.Keys())]),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
+    wire.Reloaded(ReloadReport(["tenant a is new, with no quota"], {"peers.listen": "take-over"}, "")),
     wire.Explanations(
         1,
         1024,

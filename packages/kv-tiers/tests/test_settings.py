@@ -389,6 +389,27 @@ def test_kv_config_shows_what_an_engine_would_refuse_and_says_why(
     assert main(["config", "--extra", json.dumps(joined)]) == 0
 
 
+def test_kv_config_says_what_is_wrong_with_the_directory_of_the_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_one, private, link = tmp_path / "open", tmp_path / "private", tmp_path / "link"
+    open_one.mkdir()
+    open_one.chmod(0o755)
+    private.mkdir(0o700)
+    link.symlink_to(private)
+    for directory, status, said in (
+        (private, 0, ""),
+        (tmp_path / "new", 0, "does not exist yet; kv-server makes it"),
+        (open_one, 2, "name another one for the socket"),
+        (link, 2, "write another socket"),
+        (tmp_path / "no" / "such", 2, f"there is no directory {tmp_path / 'no'}"),
+    ):
+        assert main(["config", "--extra", json.dumps({"server": {"socket": f"{directory}/kv.sock"}})]) == status
+        errors = capsys.readouterr().err
+        assert said in errors and bool(errors) == bool(said), directory
+    assert not (tmp_path / "new").exists()
+
+
 OBSERVED = [
     ({"record": "/no/where.jsonl"}, "no trace can be recorded in /no"),
     ({"subscribers": ["mien"]}, "there is no subscriber 'mien'"),

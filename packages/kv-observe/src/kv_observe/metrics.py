@@ -222,6 +222,8 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
     yield gauge("chunk_bytes", "The size of the largest chunk", sizes)
     held: dict[Labels, float] = {(name,): cache.holds.chunks for name, cache, _ in caches}
     yield gauge("handed_over_chunks", "Chunks that are held for another engine", held)
+    frozen: dict[Labels, float] = {(name,): cache.parts.host.is_frozen for name, cache, _ in caches}
+    yield gauge("frozen", "1 while nothing new is stored and nothing is evicted, else 0", frozen)
     about = "Chunks of a group of layers in the pool, each counted once however many shards are held"
     yield gauge("pool_group_chunks", about, group_chunks, "group")
     for total, about in _TOTALS.items():

@@ -20,7 +20,7 @@ from typing import Final
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.host_port import HostPort
-from kv_tiers.pool.private_files import open_locked, own_directory
+from kv_tiers.pool.private_files import open_locked, open_own_directory, own_directory
 
 _log = limited_logger(__name__)
 
@@ -151,9 +151,9 @@ def _cannot_listen(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _make_private(directory: Path) -> None:
+def _make_private(directory: Path, own: Callable[[Path, str], object] = own_directory) -> None:
     try:
-        own_directory(directory, "name another one for the socket")
+        own(directory, "name another one for the socket")
     except FileNotFoundError:
         raise ConfigError(
             f"{directory} cannot be made for a server's socket, as there is no directory {directory.parent}; make that "
@@ -163,6 +163,15 @@ def _make_private(directory: Path) -> None:
         raise ConfigError(
             f"{directory} cannot be made for a server's socket: {error.strerror}; write another socket (--socket)"
         ) from None
+
+
+def check_directory(directory: Path) -> bool:
+    """Check the directory of a server's socket as far as that goes without making it. False: it is still to be made.
+    Raises `ConfigError`: a server would refuse it."""
+    if not os.path.lexists(directory) and os.path.isdir(directory.parent):
+        return False
+    _make_private(directory, lambda path, remedy: os.close(open_own_directory(path, remedy)))
+    return True
 
 
 ACCEPTED_A_TURN: Final = 8

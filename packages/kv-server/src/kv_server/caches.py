@@ -10,7 +10,7 @@ not.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.log import limited_logger
 from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
+from kv_tiers.cache.admin import quota_slots
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
@@ -99,8 +100,12 @@ class Caches:
         self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
+        self.held_for = ""
+        """Why no cache is to be opened now; empty: one may be. The caller of `open` sees to it."""
         self.drained: tuple[float, int | None] | None = None
         """What `drain` was given last; None: nothing is being drained."""
+        self.is_frozen = False
+        """Caches store nothing new and evict nothing, and none is closed to make room for another."""
         self.quotas_set: QuotasSet = {}
         """Those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
@@ -144,6 +149,8 @@ class Caches:
             self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
                 self._adopt(opened.format, cache)
+                if self.is_frozen:
+                    cache.admin.freeze(True)
                 if self.drained is not None:
                     peer_side(cache).drain.begin(*self.drained)
                 self.publish(opened.format, cache)
@@ -186,15 +193,16 @@ class Caches:
         for cache in self._caches.values():
             peer_side(cache).drain.begin(timeout_s, max_bytes)
 
-    def keeps(self) -> list[str]:
-        """Places of the settings that may hold chunks of an earlier process."""
-        disks = [str(tier.get("name") or "disk") for tier in self.config.tiers if tier.get("type") == "disk"]
-        return [*([f"pool {name}"] if (name := self.config.host.name) else []), *disks]
-
     def end_drain(self) -> None:
         self.drained = None
         for cache in self._caches.values():
             peer_side(cache).drain.end()
+
+    def freeze(self, is_frozen: bool) -> None:
+        """As `Administration.freeze`, for every cache, including those that are opened from now on."""
+        self.is_frozen = is_frozen
+        for cache in self._caches.values():
+            cache.admin.freeze(is_frozen)
 
     def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
         """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
@@ -234,7 +242,7 @@ class Caches:
 
     def _close_idle(self, in_use: Container[LocalCache]) -> bool:
         """Close a cache to make room for another; False: there is none to close."""
-        if self.peers_address is not None:
+        if self.peers_address is not None or self.is_frozen:
             return False
         idle = [name for name, cache in self._caches.items() if cache not in in_use]
         longest = min(idle, key=self._left_s.__getitem__, default=None)
@@ -330,3 +338,29 @@ def _close(cache: LocalCache) -> bool:
         _log.warning("%s", error)  # the memory is freed when the process ends
         return False
     return True
+
+
+def set_quotas(caches: Iterable[LocalCache], quotas: Mapping[bytes, int | None]) -> None:
+    """Set these quotas, by tag, in all of the caches or in none. Raises `ConfigError`: one cannot grant them."""
+    changes = []
+    for cache in caches:
+        before = {use.tenant: use.quota_bytes for use in cache.admin.tenants()}
+        slots = {tag: quota_slots(quota or 0, cache.pool.slot_bytes) for tag, quota in {**before, **quotas}.items()}
+        if sum(slots.values()) > cache.pool.slots:
+            raise ConfigError(
+                f"quotas of {sum(slots.values())} chunks, with those set over HTTP, in a pool of {cache.pool.slots} "
+                "chunks: write smaller ones"
+            )
+        # First those that leave more to the others.
+        ordered = sorted(quotas.items(), key=lambda of: (of[1] or 0) - (before.get(of[0]) or 0))
+        changes += [(cache, tag, before.get(tag), quota) for tag, quota in ordered]
+    done = []
+    try:
+        for change in changes:
+            cache, tag, _, quota = change
+            cache.admin.set_quota(tag, quota)
+            done.append(change)
+    except ConfigError:  # another quota was set meanwhile
+        for cache, tag, quota, _ in reversed(done):
+            cache.admin.set_quota(tag, quota)
+        raise

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
@@ -16,17 +17,15 @@ from typing import TYPE_CHECKING, Final
 from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger, say
 from kv_tiers.build import check_settings, refuse_gds
-from kv_tiers.cache.host import ClosedError
-from kv_tiers.cache.local import LocalCache
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
-from kv_tiers.tenants import quotas_of
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
-from msgspec.structs import replace
 
 from kv_server.address import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
+from kv_server.process import environment, module_command
+from kv_server.reload import Reloading
 from kv_server.server import CacheServer
 from kv_server.succession.upgrade import TakingOver, VanishedError
 
@@ -34,63 +33,6 @@ if TYPE_CHECKING:
     from kv_server.http.thread import HttpThread
 
 _log = limited_logger(__name__)
-
-
-class Reloading(threading.Thread):
-    """Settings that change while a server runs: reads its file again after each `want`.
-
-    Tenants' quotas change at once. All else needs another process (`kv_server.succession`), and the log says so.
-    """
-
-    def __init__(self, server: CacheServer, config: ServerConfig, read: Callable[[], ServerConfig]) -> None:
-        """config: in force. read: the settings as they are now; raises `ConfigError`."""
-        super().__init__(name="kv-reload", daemon=True)
-        self._server, self._config, self._read = server, config, read
-        self._wanted, self._wants = os.pipe()
-        os.set_blocking(self._wants, False)
-
-    def want(self) -> None:
-        """From a signal handler, at any time."""
-        with suppress(BlockingIOError):  # thousands are waiting already
-            os.write(self._wants, b"w")
-
-    def run(self) -> None:
-        while os.read(self._wanted, 1):
-            try:
-                self._reload()
-            except ConfigError as error:
-                _log.error("the settings stay as they are: %s", error)
-            except (ClosedError, TierDown):  # the server has been stopped meanwhile
-                return
-
-    def _reload(self) -> None:
-        """Raises `ConfigError`: the file cannot be read or honoured; nothing has changed."""
-        old, new = self._config, self._read()
-        before, after = quotas_of(old.tenants), quotas_of(new.tenants)
-        changed = [tenant for tenant in {**before, **after} if before.get(tenant) != after.get(tenant)]
-        # First those that leave more to the others.
-        changed.sort(key=lambda tenant: after.get(tenant, 0) - before.get(tenant, 0))
-        self._config = replace(old, tenants=new.tenants)
-        for cache in self._server.submit(lambda: self._apply(changed)).result():
-            for tenant in changed:
-                try:
-                    cache.admin.set_quota(tenant, after.get(tenant))
-                except ConfigError as error:
-                    _log.error("tenant %s keeps its quota: %s", tenant.hex(), error)
-        names = ServerConfig.__struct_fields__
-        as_before = replace(new, tenants=old.tenants)
-        others = [name for name in names if getattr(old, name) != getattr(as_before, name)]
-        if others:
-            _log.warning("changes of %s take effect with kv-server --take-over", ", ".join(others))
-        _log.info("the settings were read again: %d quotas have changed", len(changed))
-
-    def _apply(self, changed: list[bytes]) -> list[LocalCache]:
-        """On the serving thread: for caches that are opened from now on. Returns those that are open."""
-        formats = self._server.formats
-        formats.config = replace(formats.config, tenants=self._config.tenants)
-        formats.quotas_set = {key: quota for key, quota in formats.quotas_set.items() if key[1] not in changed}
-        self._server.tenant_names.update({tenant.tag: tenant.name for tenant in self._config.tenants})
-        return list(formats.by_format().values())
 
 
 _WAIT_S: Final = 5.0
@@ -110,6 +52,10 @@ class ServiceManager:
         is_for_us = pid in ("", str(os.getpid())) and interval_us.isascii() and interval_us.isdigit()
         self._beat_s = int(interval_us) / 2e6 if self._address and is_for_us else 0.0
         self._ended = threading.Event()
+        self._successor = 0
+        self._given = {"NOTIFY_SOCKET": self._address.replace("\0", "@", 1)} if self._address else {}
+        if self._beat_s:
+            self._given["WATCHDOG_USEC"] = interval_us
 
     def ready(self) -> None:
         self._notify("READY=1", _WAIT_S)
@@ -118,6 +64,20 @@ class ServiceManager:
         """No more signs of life are due."""
         self._ended.set()
         self._notify("STOPPING=1", _WAIT_S)
+
+    def start_successor(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a server with these arguments that takes over from this one, and then speaks to the manager."""
+        kept = [one for one in arguments if one not in ("--detach", "--take-over")]
+        command = [*module_command("kv_server"), *kept, "--take-over"]
+        process = subprocess.Popen(command, env=environment() | self._given)  # noqa: S603  # our own
+        self._successor = process.pid
+        return process
+
+    def passed_on(self) -> None:
+        """The service goes on in the successor, if it was started here."""
+        self._ended.set()
+        if self._successor:
+            self._notify(f"MAINPID={self._successor}", _WAIT_S)
 
     def keep_alive(self, submit: Callable[[Callable[[], None]], object]) -> None:
         """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none. Raises
@@ -180,8 +140,9 @@ same file, and join this server if server.socket is set in it. In YAML:
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
 SIGTERM and SIGINT stop it: it accepts no more clients, stores what is waiting for the lower tiers, and exits. So does
-SIGHUP (unless nohup has it ignored) without a file; with one, it has the file read again: quotas change at once, all
-else by another server with --take-over. Only processes of the user that started it are served at the socket.
+SIGHUP (unless nohup has it ignored) without a file; with one, it has the file read again, as `kv reload` does: tenants
+and quotas change at once, all else by `kv reload --take-over`. Only processes of the user that started it are served at
+the socket.
 """
 
 
@@ -194,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _config(args)
-        check_settings(config.host, config.tiers)
-        refuse_gds(config.tiers, "is not for a server, because the lease of a file does not cross its socket")
         _allow_descriptors(config)
         succession = _succession(config) if args.take_over else None
         # A signal between these two would leave the socket behind.
@@ -221,9 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     reloads = args.config not in {None, STANDARD_INPUT}
     ending = [number for number in _ENDING if number != signal.SIGHUP or not reloads]
     if reloads:
-        reloading = Reloading(server, config, lambda: _config(args))
+        succeed = partial(manager.start_successor, sys.argv[1:] if argv is None else argv)
+        reloading = Reloading(server, config, lambda: _config(args), succeed)
         if why := start_thread(reloading):
-            _log.warning("the settings are not read again on SIGHUP: %s", why)
+            _log.warning("the settings are not read again while this server runs: %s", why)
+        else:
+            server.reload = reloading.want
         signal.signal(signal.SIGHUP, lambda *_: reloading.want())
     for number in ending:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
@@ -258,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if serving is not None:
             serving.stop()
     if server.is_passed_on:
+        manager.passed_on()
         sys.stdout = None
         logging.shutdown()
         os._exit(status)  # a thread may still wait for what this process no longer has
@@ -341,7 +304,10 @@ def _config(args: argparse.Namespace) -> ServerConfig:
     if (file := args.config) is not None:
         origin = "standard input" if file == STANDARD_INPUT else f"file {file}"
         layers.append(Layer(origin, read_file(file)))
-    return server_config(resolve(layers, {})[0])
+    config = server_config(resolve(layers, {})[0])
+    check_settings(config.host, config.tiers)
+    refuse_gds(config.tiers, "is not for a server, because the lease of a file does not cross its socket")
+    return config
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 top`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -43,6 +44,25 @@ class DrainState:
         parts += [f"{count:,} {what}" for count, what in counts if count]
         why = f" ({self.why})" if self.why else ""
         return f"{self.phase}{why}: of {self.chunks:,} chunks {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadReport:
+    """What has become of settings that were read again.
+
+    changed: what is in force from now on and was not before, in words.
+    refused: the settings that stay as they are although the file has others, and what each takes.
+    why: why nothing could be taken, and all stays as it is; empty: it could.
+    """
+
+    changed: list[str]
+    refused: Mapping[str, Literal["take-over", "restart"]]
+    why: str = ""
+
+    def refusals(self) -> list[str]:
+        """For people."""
+        words = {"take-over": "kv reload --take-over, or a restart", "restart": "a restart"}
+        return [f"{path} stays as it is: a change takes {words[needed]}" for path, needed in self.refused.items()]
 
 
 @dataclass(slots=True)
@@ -211,6 +231,7 @@ class Report:
     uptime_s: since it began.
     peers: what is served to other hosts' servers; None: there is no address for them.
     keeps: places that may hold chunks from before this process, of formats that no engine has registered yet.
+    frozen: nothing new is stored, and nothing evicted.
     """
 
     pid: int
@@ -222,3 +243,4 @@ class Report:
     uptime_s: float = 0.0
     peers: PeersServed | None = None
     keeps: list[str] = field(default_factory=list)
+    frozen: bool = False

@@ -21,7 +21,7 @@ from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
 from types import UnionType
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 from kv_core.clock import Clock
@@ -46,7 +46,7 @@ from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
+from kv_server.report import MAX_TENANTS, CacheReport, Registration, ReloadReport, Report, TenantReport
 from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
@@ -109,6 +109,12 @@ class ServerMailbox:
         self.drain()
 
 
+class WantsReload(Protocol):
+    """As `kv_server.reload.Reloading.want`."""
+
+    def __call__(self, then: Callable[[ReloadReport], object], *, take_over: bool) -> object: ...
+
+
 _MAX_MODELS: Final = 8
 """Models that are named for one format."""
 
@@ -154,6 +160,8 @@ class CacheServer:
         self._passing: PassingOn | None = None
         self._succession = succession
         self._is_private = False
+        self.reload: WantsReload = _no_file
+        """On any thread: have the settings read again. What has become of it is passed on, on any thread."""
         self.is_passed_on = False
         """Another process has taken over."""
         descriptors = [] if succession is None else succession.descriptors
@@ -274,13 +282,22 @@ class CacheServer:
             case wire.Status():
                 send(wire.Stated(self.report()))
             case wire.Drain():
-                if request.is_begun:
-                    self.formats.drain(request.timeout_s, request.max_bytes)
-                else:
-                    self.formats.end_drain()
+                try:
+                    if request.is_begun:
+                        self.formats.drain(request.timeout_s, request.max_bytes)
+                    else:
+                        self.formats.end_drain()
+                    send(wire.Stated(self.report()))
+                except InputError as why:  # said to whoever asked, and to no log
+                    send(wire.Failed("misuse", str(why)))
+            case wire.Freeze(is_begun):
+                self.formats.freeze(is_begun)
                 send(wire.Stated(self.report()))
             case wire.TakeOver():
                 self._begin_passing_on(client, request)
+            case wire.Reload():
+                client.waiting = request
+                self.reload(partial(self._reloaded, client), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
                 state = (self.caches, self.registrations(), self._history, self.bus.now_s())
@@ -298,6 +315,14 @@ class CacheServer:
                 answer = client.session.answer(request)
                 if answer is not None:
                     send(answer)
+
+    def _reloaded(self, client: ClientConnection, report: ReloadReport) -> None:
+        """On any thread."""
+
+        def answer() -> None:
+            self._connections.send(client, wire.Reloaded(report))
+
+        self.submit(partial(self._connections.finish, client, answer))
 
     def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
         """On any thread."""
@@ -318,8 +343,8 @@ class CacheServer:
         cache = self.caches.get(request.format)
         if cache is not None:
             self._begin_session(client, request, cache)
-        elif self._passing is not None:
-            client.waiting = request  # whichever process goes on opens it
+        elif self.formats.held_for:
+            client.waiting = request  # until it is known which process opens it, or with which settings
         elif self.formats.open(request.format, self._in_use()):
             client.waiting = request
         else:
@@ -458,6 +483,7 @@ class CacheServer:
             gone_on=lambda: self.submit(self._go_on_serving),
         )
         must_start(self._passing)
+        self.formats.held_for = "another process is taking over from it"
 
     def _why_not_passed_on(self, request: wire.TakeOver) -> str:
         if request.format != FORMAT:
@@ -467,12 +493,14 @@ class CacheServer:
             )
         if self._is_private:
             return "it is an engine's private server, which ends with its engine"
-        if self._passing is not None:
-            return "another process is taking over from this server already"
+        if self.formats.held_for:
+            return f"{self.formats.held_for}: try again when that is done"
         if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
             return "a cache is being opened or closed: try again when that is done"
         if self.formats.drained is not None:
             return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
+        if self.formats.is_frozen:
+            return "it is frozen: end that first (kv freeze --end)"
         return ""
 
     def _close_peers(self) -> None:
@@ -485,7 +513,8 @@ class CacheServer:
         assert self._passing is not None
         channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
-            if client.is_ending or any(descriptor >= 0 for _, descriptor in client.unsent):
+            is_reloading = isinstance(client.waiting, wire.Reload)
+            if client.is_ending or is_reloading or any(descriptor >= 0 for _, descriptor in client.unsent):
                 self._connections.drop(client)
         gc.disable()  # a collection looks at every chunk
         with ExitStack() as held:
@@ -514,8 +543,8 @@ class CacheServer:
     def _go_on_serving(self) -> None:
         """No other process has taken over."""
         self._passing = None
+        self.formats.held_for = ""
         self._serve_peers()
-        self._answer_waiting(wire.Register)
 
     def _open_peers(self) -> None:
         """Bind the address in the settings, if they have one. Imports TLS only here, because not every server needs it.
@@ -670,7 +699,8 @@ class CacheServer:
             opening=len(self.formats.opening),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
-            keeps=self.formats.keeps(),
+            keeps=_keeps(self._config),
+            frozen=self.formats.is_frozen,
         )
 
     # Waking and ending.
@@ -690,6 +720,10 @@ class CacheServer:
                 match client.waiting:
                     case wire.Register() as request if request.format == opened.format:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
+        for client in [] if self.formats.held_for else self._connections.all():
+            match client.waiting:
+                case wire.Register() as request if request.format not in self.formats.opening:  # it was held
+                    self._connections.finish(client, partial(self._answer, client, request))
 
     def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":
         """On any thread. caches: those of this server."""
@@ -723,7 +757,12 @@ class CacheServer:
             self.address.close()
 
 
+def _no_file(then: Callable[[ReloadReport], object], *, take_over: bool) -> None:
+    then(ReloadReport([], {}, "it has no file of settings to read again; start it with --config FILE"))
+
+
 def _image_of(client: ClientConnection) -> ClientImage:
+    assert not isinstance(client.waiting, wire.Reload)  # it was dropped
     return ClientImage(
         client.number,
         client.pid,
@@ -737,6 +776,12 @@ def _image_of(client: ClientConnection) -> ClientImage:
         b"".join(data for data, _ in client.unsent),
         client.last_seen_s,
     )
+
+
+def _keeps(config: ServerConfig) -> list[str]:
+    """Places of the settings that may hold chunks of an earlier process."""
+    disks = [str(tier.get("name") or "disk") for tier in config.tiers if tier.get("type") == "disk"]
+    return [*([f"pool {config.host.name}"] if config.host.name else []), *disks]
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:

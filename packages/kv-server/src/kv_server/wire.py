@@ -21,7 +21,7 @@ from kv_observe.chunk_state import ChunkState, GroupState
 from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
-from kv_server.report import DirectoryState, Registration, Report
+from kv_server.report import DirectoryState, Registration, ReloadReport, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
@@ -133,6 +133,22 @@ class Drain(Message, tag="drain"):
     is_begun: bool
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     max_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
+
+
+class Freeze(Message, tag="freeze"):
+    """Have all caches store nothing new and evict nothing, or do so again.
+
+    is_begun: True for the first, False for the second.
+    """
+
+    is_begun: bool
+
+
+class Reload(Message, tag="reload"):
+    """Have the server read its settings again. take_over: have another process take over, with all of them; that ends
+    this connection."""
+
+    take_over: bool
 
 
 class TakeOver(Message, tag="take_over"):
@@ -258,7 +274,8 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | TakeOver | Explain | Verb
+Asked = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
+Request = Hello | Register | Unregister | Registered | Asked | Verb
 
 # Answers.
 
@@ -429,6 +446,10 @@ class Stated(Message, tag="stated"):
     report: Report
 
 
+class Reloaded(Message, tag="reloaded"):
+    report: ReloadReport
+
+
 Answer = (
     Failed
     | Welcome
@@ -442,6 +463,7 @@ Answer = (
     | Changed
     | Registrations
     | Stated
+    | Reloaded
     | Explanations
 )
 

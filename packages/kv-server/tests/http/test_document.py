@@ -12,7 +12,6 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from kv_core.keys import tenant_tag
 from kv_server import RemoteCache, launch
 from kv_server.http import relay
 from kv_server.http.app import make_app
@@ -39,7 +38,6 @@ def make_asgi(served: Served) -> ASGIApp:
     archive.mkdir(exist_ok=True)
     app = make_app(
         Relay(served.server),
-        names={tenant_tag("x"): "acme"},
         token=TOKEN,
         archive_directory=str(archive),
     )

@@ -19,7 +19,8 @@ import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
-from kv_server import RemoteCache, ServerProcess, launch
+from kv_server import RemoteCache, ServerProcess, launch, wire
+from kv_server.connection import ask_server
 from kv_testing.http import store
 from kv_testing.servers import free_port
 from kv_testing.shapes import keys_for
@@ -232,6 +233,9 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     assert "Tokens saved" in browser.text()
     assert browser.value("samples.at(-1).tokens") == 2 * 7680  # what came up for a lookup without a shape is no tokens
     assert "Llama <b>3.1</b>" in browser.text()  # also when its engine has gone
+    for is_frozen in (True, False):
+        ask_server(server.socket, wire.Freeze(is_frozen))
+        until(lambda is_frozen=is_frozen: ("frozen: stores nothing new" in browser.text()) == is_frozen)
     server.stop()
 
 

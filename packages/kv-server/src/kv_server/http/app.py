@@ -2,7 +2,7 @@
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from http import HTTPStatus
 from itertools import groupby
@@ -23,7 +23,9 @@ from kv_server.http.operation import Operation, Problem, ProblemDocument, perfor
 from kv_server.http.operations import (
     clear_operations,
     drain_operations,
+    freeze_operations,
     quota_operations,
+    reload_operations,
     route_operations,
     state_operations,
 )
@@ -56,16 +58,17 @@ class Page:
         return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
 
 
-def make_app(relay: Relay, *, names: Mapping[bytes, str], token: str, archive_directory: str) -> ASGIApp:
+def make_app(relay: Relay, *, token: str, archive_directory: str) -> ASGIApp:
     """token: empty if nothing may be changed.
-    names: of tenants in the settings, by tag.
     archive_directory: for exported prefixes; empty: none.
     """
     operations = [
         *state_operations(relay),
-        *clear_operations(relay, names),
+        *clear_operations(relay),
         *drain_operations(relay),
-        *quota_operations(relay, names),
+        *freeze_operations(relay),
+        *reload_operations(relay),
+        *quota_operations(relay),
         *prefix_operations(relay, archive_directory),
         *hint_operations(relay, names),
         *route_operations(relay),

@@ -1,7 +1,9 @@
 """The operations of the API on the server as a whole: its state, clearing, a drain, tenants' quotas, routing."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Annotated, Final
 
@@ -14,11 +16,12 @@ from kv_tiers.options import BYTES_PATTERN, byte_count, spelled_as
 from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 
+from kv_server.caches import set_quotas
 from kv_server.engine_loads import EngineEstimate, EngineLoads, ServedSpace, estimate
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.relay import FormatSelector, Relay, check_opened, select_caches
 from kv_server.peers.side import peer_side
-from kv_server.report import DrainState, Report
+from kv_server.report import DrainState, ReloadReport, Report
 from kv_server.server import CacheServer
 from kv_server.wire import Format
 
@@ -65,6 +68,43 @@ def state_operations(relay: Relay) -> list[Operation]:
     ]
 
 
+class Frozen(msgspec.Struct, frozen=True):
+    """Whether nothing new is stored, and nothing evicted."""
+
+    frozen: bool
+
+
+def freeze_operations(relay: Relay) -> list[Operation]:
+    async def change(is_frozen: bool) -> Frozen:
+        await relay.on_server(lambda server: server.formats.freeze(is_frozen))
+        return Frozen(is_frozen)
+
+    about = "Store nothing new and evict nothing, until that is ended or the server ends"
+    return [
+        Operation("POST", "/freeze", about, partial(change, True), Frozen, failures=(503,)),
+        Operation("POST", "/freeze/end", "Store and evict as before", partial(change, False), Frozen, failures=(503,)),
+    ]
+
+
+class ReloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """take_over: have another process take over, with all of the settings."""
+
+    take_over: bool = False
+
+
+def reload_operations(relay: Relay) -> list[Operation]:
+    async def reload(body: ReloadRequest) -> ReloadReport:
+        outcome: Future[ReloadReport] = Future()
+        relay.server.reload(outcome.set_result, take_over=body.take_over)
+        report = await asyncio.shield(asyncio.wrap_future(outcome))  # which a client that leaves must not cancel
+        if report.why:
+            raise Problem(503 if relay.server.is_stopping else 409, f"the settings stay as they are: {report.why}")
+        return report
+
+    about = "Read the settings file again, as on SIGHUP: what has changed, and what needs more than that"
+    return [Operation("POST", "/reload", about, reload, ReloadReport, ReloadRequest, failures=(409, 503))]
+
+
 class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """quota_bytes: the tenant's own part of each format's pool, as a number or a text such as "4GiB"; only whole chunks
     count, and 0 means none at all."""
@@ -109,36 +149,35 @@ def tag_of(tenant: str, names: Mapping[bytes, str]) -> bytes:
     )
 
 
-def quota_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]:
+def quota_operations(relay: Relay) -> list[Operation]:
     async def state(tag: bytes) -> TenantState:
         caches = await relay.caches()
         uses = [await relay.call(partial(_use, format_, cache, tag)) for format_, cache in caches.items()]
-        return TenantState(names.get(tag, ""), tag.hex(), uses)
+        return TenantState(relay.server.tenant_names.get(tag, ""), tag.hex(), uses)
 
     async def set_quota(tag: bytes, quota_bytes: int | None, of: FormatSelector) -> None:
         """In the caches that there are, and in those that are opened later."""
         caches = await select_caches(relay, of)
-        await relay.call(partial(_set_all, caches, tag, quota_bytes))
+        await relay.call(partial(set_quotas, caches.values(), {tag: quota_bytes}))
         formats = None if of.matches_any else caches.keys()
         await relay.on_server(lambda server: server.formats.keep_quota(tag, quota_bytes, formats))
         if of.matches_any:
             opened = {format_: cache for format_, cache in (await relay.caches()).items() if format_ not in caches}
-            await relay.call(partial(_set_all, opened, tag, quota_bytes))
+            await relay.call(partial(set_quotas, opened.values(), {tag: quota_bytes}))
 
     async def get(tenant: str) -> TenantState:
-        return await state(tag_of(tenant, names))
+        return await state(tag_of(tenant, relay.server.tenant_names))
 
     async def put(body: Quota, tenant: str) -> TenantState:
-        tag = tag_of(tenant, names)
+        tag = tag_of(tenant, relay.server.tenant_names)
         try:
-            quota_bytes = byte_count(body.quota_bytes, "quota_bytes")
+            await set_quota(tag, byte_count(body.quota_bytes, "quota_bytes"), body)
         except ConfigError as error:
             raise Problem(409, str(error)) from None
-        await set_quota(tag, quota_bytes, body)
         return await state(tag)
 
     async def delete(tenant: str) -> TenantState:
-        tag = tag_of(tenant, names)
+        tag = tag_of(tenant, relay.server.tenant_names)
         await set_quota(tag, None, FormatSelector())
         return await state(tag)
 
@@ -157,20 +196,6 @@ def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
         if use.tenant == tag:
             return Use(max(format_[0]), format_[1], use.chunks, use.used_bytes, use.quota_bytes)
     return Use(max(format_[0]), format_[1], 0, 0, None)
-
-
-def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int | None) -> None:
-    """Set the quota in all of them or in none. Raises `Problem`: one of them cannot grant it."""
-    done: list[tuple[LocalCache, int | None]] = []
-    try:
-        for format_, cache in caches.items():
-            before = _use(format_, cache, tag).quota_bytes
-            cache.admin.set_quota(tag, quota_bytes)
-            done.append((cache, before))
-    except ConfigError as error:
-        for cache, before in done:
-            cache.admin.set_quota(tag, before)
-        raise Problem(409, str(error)) from None
 
 
 class ClearRequest(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -194,14 +219,14 @@ class Cleared(msgspec.Struct, frozen=True):
     below: dict[str, int]
 
 
-def clear_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]:
+def clear_operations(relay: Relay) -> list[Operation]:
     async def clear(body: ClearRequest) -> Cleared:
         if body.tenant is UNSET and body.matches_any and not body.everything:
             about = "this removes every chunk from the pool and from all tiers: if that is meant, send"
             raise Problem(409, f'{about} {{"everything": true}}; else name a tenant, a fingerprint or chunk_bytes')
         if body.everything and not (body.tenant is UNSET and body.matches_any):
             raise Problem(409, "everything was asked for, and a part of it: leave one of them out")
-        tag = None if body.tenant is UNSET else tag_of(body.tenant, names)
+        tag = None if body.tenant is UNSET else tag_of(body.tenant, relay.server.tenant_names)
         await check_opened(relay, body)
         caches = await select_caches(relay, body)
         cleared = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]

@@ -249,7 +249,7 @@ class HttpThread:
         self._server = _Server(
             self._has_started.set,
             uvicorn.Config(
-                Guard(self._make_app(self._relay, names=dict(server.tenant_names)), self._hosts),
+                Guard(self._make_app(self._relay), self._hosts),
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",

@@ -409,7 +409,7 @@ class Offers:
             # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
             return Offered(bytes([OfferFate.NOT_TAKEN] * len(wanted)), 0)
         held_here = self._lower.held_here(wanted)
-        tier = self._tier if fetches else None
+        tier = self._tier if fetches and not self._host.is_frozen else None
         room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
         with self._host.lock:
             reviewed = self._review_unused()

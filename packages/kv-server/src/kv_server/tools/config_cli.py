@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import is_quantised_kind
@@ -26,9 +27,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
         "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and observe are checked as when "
         "an engine starts on this machine; if server.socket is set, only the secret, as the engine joins that server. "
-        "What only kv-server uses is checked as when it starts, except server.socket and whether addresses are free. A "
-        "file with peers.listen or http.listen is taken for kv-server's. The exit status is 0, or 2 if something is "
-        "wrong; the text on standard error says what to do.",
+        "What only kv-server uses is checked as when it starts, except whether addresses are free. A file with "
+        "peers.listen or http.listen is taken for kv-server's. The exit status is 0, or 2 if something is wrong; the "
+        "text on standard error says what to do.",
     )
     parser.add_argument(
         "file",
@@ -75,6 +76,12 @@ def _print_and_check(args: argparse.Namespace) -> None:
         for entry in in_force:
             value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
             say(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+    if settings.server.socket:
+        from kv_server.address import check_directory
+
+        directory = Path(settings.server.socket).parent
+        if not check_directory(directory):
+            say(f"kv config: {directory} does not exist yet; kv-server makes it, for this user alone", file=sys.stderr)
     settings.scheme()
     # Too much to import for every command's --help.
     from kv_observe.build import check_observe

@@ -1,4 +1,4 @@
-"""`kv top`, `kv drain` and `kv explain`: commands that question a running server, which their options select."""
+"""`kv top`, `kv drain`, `kv freeze`, `kv reload`, `kv explain`: commands to a server, which their options select."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -14,7 +15,7 @@ from kv_core.cost import Choice
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
-from kv_core.log import say
+from kv_core.log import on_one_line, say
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
@@ -65,7 +66,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     return Path(socket) if socket else default_socket(name or "default")
 
 
-def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str) -> A:
+def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str, *, timeout_s: float = _ANSWER_S) -> A:
     """The server's answer of this kind. refusal: what it does if it is another, in words.
 
     Raises:
@@ -73,7 +74,7 @@ def ask(path: Path, request: wire.Request, wanted: type[A], refusal: str) -> A:
         InputError: its answer is another.
     """
     try:
-        answer = ask_server(path, request, timeout_s=_ANSWER_S)
+        answer = ask_server(path, request, timeout_s=timeout_s)
     except TierDown as why:
         raise ConfigError(f"{why}; give --name or --socket") from None
     if not isinstance(answer, wanted):
@@ -176,6 +177,114 @@ def _drain(args: argparse.Namespace) -> int:
 
 def _states(report: Report) -> Sequence[DrainState]:
     return [cache.drain for cache in report.caches if cache.drain is not None]
+
+
+# `kv freeze`: have a server leave what it holds as it is.
+
+_ABOUT_FREEZE: Final = """\
+Have a kv-server store nothing new and evict nothing, in its pool and the tiers below it: for a benchmark, an incident,
+or a set of prompts that is to stay as it is. Engines load what it holds as before and compute the rest. Stores that
+have begun are completed; chunks of lower tiers are promoted as long as the pool has free room; clearing works.
+
+It lasts until kv freeze --end, or until the server ends.
+"""
+_EXAMPLES_OF_FREEZE: Final = """\
+examples:
+  kv freeze --name llama && vllm bench serve … ; kv freeze --end --name llama
+
+The exit status is 0, or 2 if no server was found.
+"""
+
+
+def register_freeze(commands: Any) -> None:
+    """Add `kv freeze`; called by the `kv` command."""
+    about = "have a server store and evict nothing for a while"
+    parser = add_command(commands, "freeze", _ABOUT_FREEZE, _EXAMPLES_OF_FREEZE, help=about)
+    parser.set_defaults(run=_freeze)
+    add_server_options(parser)
+    parser.add_argument("--end", action="store_true", help="store and evict as before")
+
+
+def _freeze(args: argparse.Namespace) -> int:
+    ask(socket_of(args), wire.Freeze(not args.end), wire.Stated, "cannot be frozen")
+    say("it stores and evicts as before" if args.end else "it stores nothing new and evicts nothing")
+    return 0
+
+
+# `kv reload`: have a server read its settings file again.
+
+_ABOUT_RELOAD: Final = """\
+Have a kv-server read its settings file again, and print what has changed. Tenants and quotas change at once, in all
+caches or in none; engines notice nothing. Other settings stay as they are, and what each takes is said: most, such as
+tiers, another process. With --take-over the server starts one with the same command line, which takes over within
+milliseconds and has all settings, and the packages that are installed now. SIGHUP reads the file again, and tells only
+the log.
+"""
+_EXAMPLES_OF_RELOAD: Final = """\
+examples:
+  kv config kv.yaml && kv reload --config kv.yaml    # the file names the server
+  kv reload --name llama --take-over                 # for tiers, and all but the pool's size and name
+
+The exit status is 0 if all of the file is in force, 1 if some of it needs more, and 2 if the file is wrong, in which
+case nothing has changed, or no server was found.
+"""
+_RELOAD_S: Final = 60.0
+_TAKE_OVER_S: Final = 660.0
+_TAKEN_OVER_S: Final = 30.0
+
+
+def register_reload(commands: Any) -> None:
+    """Add `kv reload`; called by the `kv` command."""
+    about = "have a server read its settings file again"
+    parser = add_command(commands, "reload", _ABOUT_RELOAD, _EXAMPLES_OF_RELOAD, help=about)
+    parser.set_defaults(run=_reload)
+    add_server_options(parser)
+    parser.add_argument(
+        "--take-over", action="store_true", help="have another process take over, with all of the settings"
+    )
+    parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
+
+
+def _reload(args: argparse.Namespace) -> int:
+    path = socket_of(args)
+    report = ask(path, wire.Reload(False), wire.Reloaded, "reads no settings again", timeout_s=_RELOAD_S).report
+    failure = f"the settings of the server at {path} stay as they are: {report.why}" if report.why else ""
+    if args.take_over and not failure:
+        if why := _have_taken_over(path):
+            failure = f"no other process has taken over from the server at {path}: {why}"
+        else:
+            kept = {setting: needed for setting, needed in report.refused.items() if needed == "restart"}
+            settled = [f"{setting} is as in the file" for setting in report.refused if setting not in kept]
+            changed = [*report.changed, *settled, "another process has taken over"]
+            report = dataclasses.replace(report, changed=changed, refused=kept)
+    if args.json:
+        say(json.dumps(dataclasses.asdict(report)))
+    else:
+        for text in report.changed or ["nothing has changed"]:
+            say(on_one_line(text))
+        for refusal in report.refusals():
+            say(f"kv reload: {refusal}", file=sys.stderr)
+    if failure:
+        raise ConfigError(failure)
+    return 1 if report.refused else 0
+
+
+def _have_taken_over(path: Path) -> str:
+    """Have another process take over from this server; returns why none does. Empty: it serves."""
+    pid = _report_of(path).pid
+    try:
+        answer = ask_server(path, wire.Reload(True), timeout_s=_TAKE_OVER_S)
+    except TierDown:  # the server passes on no client that waits for this
+        until_s = time.monotonic() + _TAKEN_OVER_S
+        while time.monotonic() < until_s:
+            with suppress(TierDown):
+                if _report_of(path).pid != pid:
+                    return ""
+            time.sleep(_POLL_S)
+        return "it is not known what has become of it"
+    if isinstance(answer, wire.Reloaded):
+        return answer.report.why
+    return answer.text if isinstance(answer, wire.Failed) else "it does not answer"
 
 
 # `kv top`: shows a server in a terminal, queried every second over its socket.

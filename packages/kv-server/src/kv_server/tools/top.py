@@ -103,6 +103,8 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     if report.peers is not None:
         peers = f", {report.peers.connections} connections of peers, {_bytes(report.peers.sent_bytes)} sent to them"
     head.append(f"{len(report.sessions)} sessions{orphans}, {len(report.caches)} formats{opening}{peers}\n")
+    if report.frozen:
+        head.append("frozen: it stores nothing new and evicts nothing until kv freeze --end\n", style="bold")
     for state in (state for cache in report.caches for state in cache.directories.values()):
         head.append(f"directory: {on_one_line(state.spelled())}\n", style="bold red" if state.why else "")
     for drain in (cache.drain for cache in report.caches if cache.drain is not None):

@@ -198,6 +198,17 @@ class Administration:
             self._host.demote(slots)
             return len(slots)
 
+    def freeze(self, is_frozen: bool) -> None:
+        """Store nothing new and evict nothing, here and in the lower tiers, until it is called again: then what was put
+        off goes on. Stores that have begun are completed, and promotions go into free slots.
+        """
+        with self._host.lock:
+            self._host.check_open()
+            self._host.is_frozen = is_frozen
+            if not is_frozen:
+                self._host.trim(AT_ONCE)
+                self._lower.spills.submit_waiting()
+
     def resident_keys(self) -> list[ChunkKey]:
         """The keys that a lookup could find now. Copies the index."""
         with self._host.lock:

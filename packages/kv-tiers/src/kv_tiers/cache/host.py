@@ -76,6 +76,7 @@ def parents_of(chain: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkKey | None]:
 _log = limited_logger(__name__)
 
 TIER = "host"
+FROZEN: Final = "the cache is frozen, and stores nothing new"
 AT_ONCE: Final = 256
 """Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
 _EVICTS_FROM: Final = 8
@@ -158,6 +159,8 @@ class HostTier:
         self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
         self.is_open = True
+        self.is_frozen = False
+        """No chunk makes room for another: they find free slots, or none."""
         self.watcher: SlotWatcher | None = None
         self.adopted_parts: dict[int, int] = {}
         """By slot, the number of first parts from which an adopted chunk was decoded, if it is an approximation."""
@@ -475,6 +478,8 @@ class HostTier:
         arriving: Sequence[ChunkKey] = (),
     ) -> list[int]:
         """Empty up to this many slots of this share for the caller, which then calls `publish_evicted`."""
+        if self.is_frozen:
+            return []
         evicted = self._index.evict(wanted, protected, skipped, share.policy, arriving)
         self._note_evicted(evicted)
         return list(evicted)

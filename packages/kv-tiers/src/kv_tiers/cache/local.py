@@ -29,7 +29,7 @@ from kv_eviction.shares import Shares
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.extension import CacheParts, Extension, FindsInFiles
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
-from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
+from kv_tiers.cache.host import FROZEN, TIER, CacheTotals, Doubtful, HostTier
 from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.spill import WriteMode
@@ -252,7 +252,8 @@ class LocalCache:
         in_files = set() if self._direct is None or is_held else self._direct.holding(chain, lower)
         with self._lock:
             self._begin(now_s)
-            if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
+            refuses_new = self._refuses_new or (FROZEN if self._host.is_frozen else "")
+            if hold_s > 0 and not refuses_new:  # another engine waits for these, and the tier may be slow
                 self._promotions.give_up(chain)
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
@@ -262,7 +263,7 @@ class LocalCache:
             # What a lower tier may take, or is held, is stored whatever it is worth.
             by_worth = not is_held and not self.lower.any_of(lower)
             slots = []
-            if not self._refuses_new:
+            if not refuses_new:
                 slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
             refused = len(missing) - len(slots)
             is_worth_less = bool(refused and by_worth and self._host.refuses(missing[len(slots)], is_last=refused == 1))
@@ -280,8 +281,8 @@ class LocalCache:
                 self._hold(list(dict.fromkeys(prompt_slots)), write, now_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
-        if self._refuses_new and refused:
-            why = self._refuses_new
+        if refuses_new and refused:
+            why = refuses_new
         elif why:
             why = f"no room for {refused} of {len(chain)} chunks: {why}"
         if unbacked_slots := self.pool.back(slots):
@@ -483,6 +484,8 @@ class LocalCache:
 
     def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """For `CacheParts.fetch_held`. Takes the lock itself."""
+        if self._host.is_frozen:
+            return
         until_s = self._clock.now_s() + hold_s
         self._promotions.prefetch(
             tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s())

@@ -196,10 +196,15 @@ class Spills:
         for share in list(tier.queues):
             self._submit_waiting(share)
 
+    def submit_waiting(self) -> None:
+        """Submit what waits: the cache is no longer frozen."""
+        for share in {share for tier in self._tiers for share in tier.queues}:
+            self._submit_waiting(share)
+
     def _submit_waiting(self, share: Share) -> None:
         """Submit as many chunks as the lanes have room for, now that this share has new ones."""
-        if self._stopped:
-            return  # which chunks the lower tiers lack is no longer known, so none may be evicted
+        if self._stopped or self._host.is_frozen:
+            return  # once stopped, which chunks the lower tiers lack is not known, so none may be evicted
         for tier in self._tiers:
             if tier.mode == "through":
                 while self._submit_next(tier):
@@ -213,7 +218,7 @@ class Spills:
         have been cleared, and the next commit may be far away."""
         if tier.turns and tier.may_resume:
             with self._host.lock:
-                while not self._stopped and self._submit_next(tier):
+                while not self._stopped and not self._host.is_frozen and self._submit_next(tier):
                     tier.may_resume = False
 
     def _make_room(self, share: Share) -> None:
@@ -345,7 +350,7 @@ class Spills:
                 self._requeue(batch)
             else:
                 counts.refused += len(outcomes) - stored
-            if batch.then_evict and stored:
+            if batch.then_evict and stored and not self._host.is_frozen:
                 self._evict(batch)
                 self._host.publish_evicted("watermark")
             if self._host.events.on:
