@@ -58,13 +58,13 @@ class _Reuse:
     def computed(self, end: int, cached: int) -> set[int]:
         """A phase up to this token had so many from caches. Returns the segments of which pages were missing."""
         found = [each for each in self.given if self.reached <= each.first and each.end <= end]
-        self.placed |= {each.segment: max(0, min(cached, each.end) - each.first) for each in found}
+        self.placed |= {each.number: max(0, min(cached, each.end) - each.first) for each in found}
         self.reached = end
-        return {each.segment for each in found if cached < each.end}
+        return {each.number for each in found if cached < each.end}
 
     @property
     def report(self) -> dict[str, int]:
-        tokens = sum(end - first for first, end in self.plan.segments)
+        tokens = sum(each.end - each.first for each in self.plan.moved)
         held = sum(placed for segment, placed in self.placed.items() if segment in self.were_held)
         return {
             "segment_tokens": tokens,
@@ -138,6 +138,8 @@ class Phases:
     ) -> None:
         """Compute what is missing of its segments, and all phases but the last."""
         plan, tokens = blended.plan, blended.tokens
+        if plan.edits:  # their pages are exact requests'
+            reuse.were_held |= {each.number for each in reuse.given}
         reuse.were_held |= {number for number, name in names.items() if name in self._known}
         missing = {names[number]: number for number in names.keys() - reuse.were_held}
         salt = segment_salt(blended.tenant)
@@ -156,7 +158,7 @@ class Phases:
 
     def _forget(self, names: Mapping[int, bytes], segments: set[int]) -> None:
         """The store did not have these: they are computed again for the next request."""
-        for number in segments:
+        for number in segments & names.keys():
             self._known.pop(names[number], None)
 
     @property
@@ -167,12 +169,12 @@ class Phases:
         return given_pages(blended.plan, self._page)
 
     def _names(self, blended: _BlendedPrompt) -> dict[int, bytes]:
-        """What each segment that can be reused is remembered by."""
+        """What each segment that can be reused is remembered by, if it is computed when it is not held."""
         found = {}
-        for each in self._given(blended):
-            prompt = alone(blended.plan, blended.tokens, each.segment, self._page)
+        for each in () if blended.plan.edits else self._given(blended):
+            prompt = alone(blended.plan, blended.tokens, each.number, self._page)
             identity = repr((blended.tenant, blended.extra_key, prompt))
-            found[each.segment] = hashlib.sha256(identity.encode()).digest()
+            found[each.number] = hashlib.sha256(identity.encode()).digest()
         return found
 
     def _why_not(self, obj: Any, blended: Sequence[_BlendedPrompt | None]) -> str:
