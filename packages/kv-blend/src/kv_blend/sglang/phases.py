@@ -17,7 +17,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 from kv_core.errors import InputError
 from kv_core.log import limited_logger
+from kv_sglang.metrics import NO_FIGURES, Figures, registered
 
+from kv_blend.figures import BLEND_FIGURES
 from kv_blend.plan import FIELDS, KEY, BlendPlan, GivenRun, alone, given_pages, phase_ends, read_plan, segment_salt
 from kv_blend.sglang.plugin import blends
 
@@ -80,6 +82,11 @@ class Phases:
         self._args = manager.server_args
         self._model = manager.model_config
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._figures = NO_FIGURES
+        if manager.enable_metrics:
+            if not _MADE:
+                _MADE.append(Figures(registered(BLEND_FIGURES, manager.metrics_collector.labels)))
+            (self._figures,) = _MADE
 
     async def serve(self, generate: Generate, manager: Any, obj: Any, request: Any) -> AsyncIterator[Any]:
         """The answers to a request of which at least one prompt has a plan.
@@ -118,6 +125,7 @@ class Phases:
                 )
             )
         reported: dict[int, dict[str, Any]] = {}
+        counted: set[int] = set()
         async for answer in generate(manager, obj, request):
             for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 index = one.get("index", number)
@@ -130,6 +138,9 @@ class Phases:
                         cached = int(one["meta_info"].get("cached_tokens") or 0)
                         self._forget(names[prompt], its.computed(len(each.tokens), cached))
                     reported[index] = {"refused": why_not} if why_not else its.report
+                    if prompt not in counted:
+                        counted.add(prompt)
+                        self._count(reported[index])
                 one["meta_info"][KEY] = reported[index]
             yield answer
 
@@ -155,6 +166,14 @@ class Phases:
                 self._forget(names, reuse.computed(end, cached))
         except Exception:  # noqa: BLE001  # the request itself says what is wrong with it, or is computed whole
             _log.exception("a phase of a request failed; what it would have left is computed with the request")
+
+    def _count(self, report: Mapping[str, Any]) -> None:
+        if "refused" in report:
+            self._figures.add("blend_refused", 1)
+            return
+        self._figures.add("blend_requests", 1)
+        for name, tokens in report.items():
+            self._figures.add(f"blend_{name}", tokens)
 
     def _forget(self, names: Mapping[int, bytes], segments: set[int]) -> None:
         """The store did not have these: they are computed again for the next request."""
@@ -208,6 +227,7 @@ class Phases:
         )
 
 
+_MADE: Final[list[Figures]] = []
 _PHASES: WeakKeyDictionary[Any, Phases] = WeakKeyDictionary()
 
 

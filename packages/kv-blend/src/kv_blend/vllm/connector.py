@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from kv_blend.figures import BLEND_FIGURES
 from kv_blend.vllm.filling import Filler
 from kv_blend.vllm.forward import watch_runner
-from kv_blend.vllm.scheduler import BLEND_FIGURES, BlendMetadata, BlendMetrics, BlendScheduler, Limits
+from kv_blend.vllm.scheduler import BlendMetadata, BlendMetrics, BlendScheduler, Limits
 from kv_blend.vllm.worker import BlendWorker, ranks_here, refuse
 
 

@@ -2,30 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from kv_connect.figures import FIGURES, Figure
 from kv_connect.halves.request import RequestTokens
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
-from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Ended
 from kv_core.shape import ConnectShape
 from kv_vllm.stats import PromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kv_blend.plan import KEY, BlendPlan, Moved, read_plan, segment_salt
+from kv_blend.figures import BLEND_FIGURES
+from kv_blend.keys import SegmentKeys, keys_of_plan
+from kv_blend.plan import KEY, BlendPlan, Moved, read_plan
 
 _log = limited_logger(__name__)
-
-BLEND_FIGURES: Final[Mapping[str, Figure]] = {
-    "blend_requests": Figure("counter", "Requests with a plan whose segments were put in their places."),
-    "blend_refused": Figure("counter", "Requests with a plan that were computed whole instead."),
-    "blend_segment_tokens": Figure("counter", "Tokens of segments that were put in their places."),
-    "blend_held_tokens": Figure("counter", "Those of these tokens whose KV the cache held, behind whatever text."),
-    "blend_recomputed_tokens": Figure("counter", "Those of these tokens that were computed again in their context."),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +31,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentStep:
-    """One segment of a request.
+class SegmentStep(SegmentKeys):
+    """One segment of a request. is_held: whether the cache had all of its chunks."""
 
-    place: its tokens in the request, and in the text that its KV was computed in.
-    digests: of the chunks of that text that have its KV. The first chunk may begin with tokens that stand before it,
-        and the last may be partial.
-    is_held: whether the cache had all of them.
-    """
-
-    place: Moved
-    digests: tuple[bytes, ...]
     is_held: bool = False
-
-    def leading(self, chunks: int, chunk_tokens: int) -> "SegmentStep":
-        """What of it is in so many of its chunks."""
-        end = self.place.first - self.place.source % chunk_tokens + chunks * chunk_tokens
-        return replace(self, place=replace(self.place, end=min(self.place.end, end)), digests=self.digests[:chunks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +175,7 @@ class BlendScheduler:
             # What exact requests have not stored of a conversation is computed in its place.
             part = each.leading(held or 0, self._shape.scheme.chunk_tokens) if plan.edits else each
             if part.place.end > max(part.place.first, computed):
-                segments.append(replace(part, is_held=held == len(part.digests)))
+                segments.append(SegmentStep(part.place, part.digests, held == len(part.digests)))
         self._loading.add(request_id)
         self._steps.append(replace(blended.step, blocks=tuple(blocks), computed=computed, segments=tuple(segments)))
 
@@ -273,50 +253,39 @@ class BlendScheduler:
             raise InputError(f"{KEY}: a request with {', '.join(found)} cannot be blended")
         tokens = list(request.all_token_ids[: plan.end])
         tag = tenant_tag(tenant) if tenant else NO_TENANT
-        segments = self._edited(request, plan, tokens, tenant) if plan.edits else self._alone(plan, tokens, tenant)
+        exact = self._read_exact(request)
+        self._check(plan, tokens, exact)
+        tags = exact.controls.tags if isinstance(exact, RequestTokens) else {}
+        segments = keys_of_plan(plan, tokens, tenant, self._shape.scheme, tags)
         keys = [
             keys_in(space.fingerprint, each.digests, shards=range(self._shape.shards), tenant=tag) for each in segments
         ]
-        step = BlendStep(request.request_id, plan, tokens, tuple(segments), space.fingerprint, tag)
-        return _Blended(step, keys, [None] * len(keys))
+        steps = tuple(SegmentStep(each.place, each.digests) for each in segments)
+        return _Blended(
+            BlendStep(request.request_id, plan, tokens, steps, space.fingerprint, tag), keys, [None] * len(keys)
+        )
 
-    def _alone(self, plan: BlendPlan, tokens: Sequence[int], tenant: str) -> list[SegmentStep]:
-        """Segments behind their context, under keys of their own."""
-        context, scheme = plan.context_tokens, self._shape.scheme
-        if (longest := max(end - first for first, end in plan.segments) + context) > self._limits.tokens:
+    def _check(self, plan: BlendPlan, tokens: Sequence[int], exact: Any) -> None:
+        """
+        Raises:
+            InputError: this engine cannot do what the plan says.
+        """
+        if plan.edits:
+            before, most = len(plan.conversation(tokens)), self._limits.max_position
+            if before > most:
+                raise InputError(
+                    f"{KEY}: before its edits the conversation had {before} tokens, more than the {most} of the model "
+                    "(max_model_len)"
+                )
+            if not isinstance(exact, RequestTokens) or not exact.controls.load:
+                raise InputError(f"{KEY}: this request may load nothing, so nothing of a conversation either")
+            return
+        longest, most = max(end - first for first, end in plan.segments) + plan.context_tokens, self._limits.tokens
+        if longest > most:
             raise InputError(
                 f"{KEY}: a segment is {longest} tokens long with its context, and the engine computes at most "
-                f"{self._limits.tokens} at once (max_num_batched_tokens): divide it"
+                f"{most} at once (max_num_batched_tokens): divide it"
             )
-        segments = []
-        for moved in plan.moved:
-            sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant)))
-            sequence.append([*tokens[:context], *tokens[moved.first : moved.end]])
-            tail = sequence.tail_digest()
-            digests = [*sequence.digests, *([] if tail is None else [tail])][context // scheme.chunk_tokens :]
-            segments.append(SegmentStep(moved, tuple(digests)))
-        return segments
-
-    def _edited(self, request: Any, plan: BlendPlan, tokens: Sequence[int], tenant: str) -> list[SegmentStep]:
-        """What is left of a conversation, under the keys that its exact requests have. It is only read by these."""
-        before = plan.conversation(tokens)
-        if len(before) > self._limits.max_position:
-            raise InputError(
-                f"{KEY}: before its edits the conversation had {len(before)} tokens, more than the "
-                f"{self._limits.max_position} of the model (max_model_len)"
-            )
-        exact, scheme = self._read_exact(request), self._shape.scheme
-        if not isinstance(exact, RequestTokens) or not exact.controls.load:
-            raise InputError(f"{KEY}: this request may load nothing, so nothing of a conversation either")
-        sequence = KeySequence(scheme, root=scheme.root(salt=tenant or None, tags=exact.controls.tags))
-        sequence.append(before)
-        step = scheme.chunk_tokens
-        found = []
-        for moved in plan.moved:
-            source_end = moved.source + moved.end - moved.first
-            digests = sequence.digests[moved.source // step : -(-source_end // step)]
-            found.append(SegmentStep(moved, tuple(digests)))
-        return found
 
     def _holder(self, request_id: str, number: int) -> str:
         return f"{self._name}/blend/{number}/{request_id}"
