@@ -29,6 +29,8 @@ _VERSION: Final = 1
 _MAX_SEGMENTS: Final = 256
 """Each is a lookup on the engine's scheduler thread."""
 _MAX_EDITS: Final = 256
+_WINDOW: Final = 8
+"""Tokens that are compared at once."""
 _LEAST_COMMON: Final = 32
 """Tokens. Shorter runs that two conversations have in common, such as a template's, are computed with what is around
 them."""
@@ -247,12 +249,14 @@ def edited(before: Sequence[int], now: Sequence[int]) -> dict[str, Any]:
             f"{KEY}: the conversation was not edited, it went on from {len(before)} to {len(now)} tokens: an exact "
             "request finds it, so send it without a plan"
         )
-    matcher = difflib.SequenceMatcher(None, before[unchanged:], now[unchanged:])
+    matcher = difflib.SequenceMatcher(None, _windows(before[unchanged:]), _windows(now[unchanged:]))
     edits, segments = [], []
     old = new = unchanged
     for block in matcher.get_matching_blocks():
         source, first = block.a + unchanged, block.b + unchanged
-        end = min(first + block.size, len(now) - 1)  # a token must be left to compute
+        end = min(first + block.size + _WINDOW - 1, len(now) - 1)  # a token must be left to compute
+        overlap = max(0, old - source, new - first)  # with the run before
+        source, first = source + overlap, first + overlap
         if end - first >= _LEAST_COMMON:
             if first > new or source > old:
                 edits.append((new, first, before[old:source]))
@@ -264,6 +268,11 @@ def edited(before: Sequence[int], now: Sequence[int]) -> dict[str, Any]:
             f"{_LEAST_COMMON} tokens in a row in common: an exact request reuses as much, so send it without a plan"
         )
     return {"tokens": len(now), "edits": edits, "segments": segments}
+
+
+def _windows(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each token with those that follow it: few of them are equal, and comparing takes time by how many are."""
+    return list(zip(*(tokens[at:] for at in range(_WINDOW)), strict=False))
 
 
 def segment_salt(tenant: str) -> str:
