@@ -154,6 +154,7 @@ def test_a_plan_for_another_prompt_is_refused() -> None:
             r"segment 0, \[5, 9\), contains a part of an edit",
         ),
         ({"segments": [(5, 9)], "edits": [(5, 5, [-1])]}, "Expected `int` >= 0"),
+        ({"segments": [(5, 9)], "edits": [(5, 5, [1 << 31])]}, "Expected `int` <= 2147483647"),
         ({"segments": [(5, 9)], "edits": [(5, 5)]}, "Expected `array` of at least length 3"),
         ({"segments": [(5, 9)], "edits": [(5, 5, [1])], "behind": "alone"}, "leave out `behind`"),
         ({"segments": [(300, 400)], "edits": [(at, at, [1]) for at in range(257)]}, "257 edits; there can be 256"),

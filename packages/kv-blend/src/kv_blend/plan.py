@@ -37,7 +37,7 @@ them."""
 
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Token = Annotated[int, msgspec.Meta(ge=0)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Edit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
