@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import kv_blend.vllm.scheduler
+import msgspec
 import pytest
 from blending import CACHE, Blending, exact_answers, forget_own_blocks, interleave
 from engines import Answer, empty_the_pool, started
-from kv_blend import BlendPlan, request_fields
+from kv_blend import BlendPlan, edited, request_fields
 from kv_blend.plan import KEY
 from kv_connect.engine import engines
-from kv_testing.documents import FIRST, SECOND, WRONG_PLANS, Prompt
+from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, UNCHANGED, WRONG_PLANS, Prompt
 from kv_testing.wait import until
 
 
@@ -85,6 +86,64 @@ def test_a_segment_that_stands_where_it_was_computed_is_exact(engine: Blending, 
     assert all(got != right for got, right in zip(engine.blend(alone, share=0.0), expected, strict=True))
 
 
+KEPT = 1536 - DROPPED - UNCHANGED
+"""Tokens of `BEFORE` behind what is dropped, in whole chunks."""
+
+
+@pytest.mark.parametrize("select", ["first", "deviation"])
+def test_an_edited_conversation_keeps_what_follows_the_edit(
+    select: str, engine: Blending, exact: dict[Prompt, Answer]
+) -> None:
+    engine.ask([BEFORE.tokens])
+    edits = edited(BEFORE.tokens, SECOND.tokens)
+    assert engine.blend([SECOND], fields=request_fields(**edits, share=0.0, select=select)) != [exact[SECOND]]
+    assert engine.reports == [
+        {"segment_tokens": len(SECOND.tokens) - 1, "held_tokens": UNCHANGED + KEPT, "recomputed_tokens": 0}
+    ]
+    assert engine.hits == [len(SECOND.tokens) - 1]
+    everything = request_fields(**edits, share=1.0, select=select)
+    assert engine.blend([SECOND], fields=everything) == [exact[SECOND]]
+    assert engine.reports[0]["recomputed_tokens"] == KEPT
+    # What approximates has no exact name, and what was read under one is as it was.
+    forget_own_blocks(engine)
+    assert engine.ask([SECOND.tokens, BEFORE.tokens])[0] == exact[SECOND]
+    assert engine.hits == [0, 1536]
+    # The control: what precedes the edit is what the pool has.
+    forget_own_blocks(engine)
+    halve_the_pool()
+    assert engine.blend([SECOND], fields=everything) != [exact[SECOND]]
+
+
+def test_what_follows_an_edit_is_moved_as_a_segment_of_that_context_is(engine: Blending) -> None:
+    """Two ways to the same KV: from a conversation into which a document was put, and as a segment behind what precedes
+    it."""
+    before, now = Prompt((1, 3)), Prompt((0, 1, 3))
+    added = len(now.tokens) - len(before.tokens)
+    first, whole = now.segments[0][0], 512 + added
+    engine.ask([before.tokens])
+    edits = {"edits": [(first, first + added, [])], "segments": [(first + added, whole)], "tokens": len(now.tokens)}
+    answers = engine.blend([now], fields=request_fields(**edits, share=0.0))
+    assert engine.reports[0]["held_tokens"] == 512
+    segments = [(first, first + added), (first + added, whole)]
+    assert engine.blend([now], fields=request_fields(segments, tokens=len(now.tokens), share=0.0)) == answers
+    assert engine.ask([now.tokens]) != answers
+
+
+def test_a_conversation_that_is_not_held_for_this_tenant_is_computed_whole(
+    engine: Blending, exact: dict[Prompt, Answer]
+) -> None:
+    engine.ask([BEFORE.tokens], salt="one")
+    edits = edited(BEFORE.tokens, SECOND.tokens)
+    for tenant in ("", "two"):
+        assert engine.blend([SECOND], fields=request_fields(**edits, tenant=tenant)) == [exact[SECOND]]
+        assert "nothing of the conversation before its edits is held" in engine.reports[0]["refused"]
+    engine.blend([SECOND], fields=request_fields(**edits, tenant="one"))
+    assert engine.reports[0]["held_tokens"] == UNCHANGED + KEPT
+    long = {**edits, "edits": [(at, end, was * 10) for at, end, was in edits["edits"]]}
+    assert engine.blend([SECOND], fields=request_fields(**long)) == [exact[SECOND]]
+    assert "more than the 4096 of the model" in engine.reports[0]["refused"]
+
+
 def test_tenants_share_no_segments(engine: Blending) -> None:
     engine.blend([FIRST], tenant="one")
     engine.blend([SECOND], tenant="two")
@@ -106,7 +165,7 @@ def test_the_control_with_one_name_for_both(
 
     def without_salt(params: Any, _salt: str | None, tokens: int) -> tuple[BlendPlan, str] | None:
         del tokens
-        return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
+        return (msgspec.convert(params[KEY], BlendPlan), "") if params and KEY in params else None
 
     monkeypatch.setattr(kv_blend.vllm.scheduler, "read_plan", without_salt)
     assert interleave(engine, exact, 10, cache_salt="").wrong > 0

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 from blending import CACHE, Blending, exact_answers
 from engines import Answer, started
-from kv_testing.documents import FIRST, SECOND, Prompt
+from kv_blend import edited, request_fields
+from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,10 @@ def test_two_ranks_blend_and_go_on_whatever_one_of_them_does(tiny_llama: str, ex
         engine.blend([SECOND], select="deviation")  # each rank measures its own heads
         assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 177}]
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.ask([BEFORE.tokens])
+        everything = request_fields(**edited(BEFORE.tokens, SECOND.tokens), share=1.0)
+        assert engine.blend([SECOND], fields=everything) == [exact[SECOND]]
+        assert engine.reports[0]["held_tokens"] == 1536 - DROPPED
 
         engine.inside_all("kv_loses_segments")
         # Nobody reads what one of them has lost.

@@ -67,12 +67,13 @@ def keep_what_is_placed(directory: str) -> None:
 
 def give_both_one_name() -> None:
     """Our rule left out that a plan needs a salt of its own."""
+    import msgspec
     from kv_blend.plan import KEY, BlendPlan
     from kv_blend.sglang import phases, storage
 
     def without_salt(params: Any, salt: Any, tokens: Any) -> Any:
         del salt, tokens
-        return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
+        return (msgspec.convert(params[KEY], BlendPlan), "") if params and KEY in params else None
 
     storage.read_plan = phases.read_plan = without_salt
 

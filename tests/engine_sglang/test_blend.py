@@ -11,10 +11,20 @@ from typing import Any
 import pytest
 import torch
 from engines import PAGE, Answer, Engine, corrupt, started
-from kv_blend import request_fields
+from kv_blend import edited, request_fields
 from kv_server.process import launch
 from kv_testing import interleavings
-from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, WRONG_PLANS, Prompt
+from kv_testing.documents import (
+    BEFORE,
+    DOCUMENTS,
+    DROPPED,
+    FIRST,
+    SECOND,
+    SYSTEM,
+    UNCHANGED,
+    WRONG_PLANS,
+    Prompt,
+)
 from kv_testing.interleavings import EXACT, Seen, live_through
 from kv_testing.tiny import TinyLlama
 from kv_tiers.pool.host_pool import HostPool
@@ -102,6 +112,35 @@ def test_a_segment_that_stands_where_it_was_computed_is_exact(
     assert all(got != right for got, right in zip(answers, expected, strict=True))
     corrupt(pool, 2.0)
     engine.flush()
+
+
+def test_an_edited_conversation_keeps_what_follows_the_edit(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    engine.ask([BEFORE.tokens], cache_salt=["one"])
+    engine.flush()
+    edits = edited(BEFORE.tokens, SECOND.tokens)
+    end = min(len(BEFORE.tokens) // PAGE * PAGE - DROPPED, edits["segments"][-1][1]) // PAGE * PAGE
+    held = UNCHANGED // PAGE * PAGE + end - -(-UNCHANGED // PAGE) * PAGE
+
+    def ask(tenant: str, share: float) -> tuple[Answer, dict[str, int]]:
+        made = request_fields(**edits, tenant=tenant, share=share, engine="sglang")
+        answers, reports = engine.blend([SECOND.tokens], [made])
+        return answers[0], reports[0]
+
+    answer, report = ask("one", 0.0)
+    assert answer != exact[SECOND]
+    assert report == {
+        "segment_tokens": len(SECOND.tokens) - 1,
+        "held_tokens": held,
+        "recomputed_tokens": len(SECOND.tokens) - 1 - held,
+    }
+    answer, report = ask("one", 1.0)
+    assert answer == exact[SECOND]
+    assert report["held_tokens"] == UNCHANGED // PAGE * PAGE
+    answer, report = ask("two", 0.0)
+    assert (answer, report["held_tokens"]) == (exact[SECOND], 0)
+    # What approximates has no exact name.
+    engine.flush()
+    assert engine.ask([SECOND.tokens], cache_salt=["one"]) == [exact[SECOND]]
 
 
 def test_tenants_share_no_segments(engine: Engine) -> None:

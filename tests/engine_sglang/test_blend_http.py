@@ -11,6 +11,7 @@ import pytest
 import requests
 from engines import PAGE
 from kv_blend import request_fields
+from kv_blend.figures import BLEND_FIGURES
 from kv_testing.documents import MARK, TEMPLATE, text
 from kv_testing.spelling import with_words
 from kv_testing.tiny import TinyLlama
@@ -32,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (directory / "template.jinja").write_text(TEMPLATE)
     command = [sys.executable, "-m", "kv_blend.sglang", "flags", "--capacity", "64MiB", "--page-size", str(PAGE)]
     flags = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    Blending.flags = [*shlex.split(flags), "--chat-template", str(directory / "template.jinja")]
+    Blending.flags = [*shlex.split(flags), "--chat-template", str(directory / "template.jinja"), "--enable-metrics"]
     Blending._launch_spec_server()
     yield Blending.base_url
     Blending._stop_spec_server()
@@ -92,6 +93,27 @@ def test_a_client_that_sends_tokens_is_told_what_was_done(url: str) -> None:
     answer = requests.post(f"{url}/generate", json=asked, timeout=60)
     assert answer.status_code == 400
     assert "cache_salt is not this plan's" in answer.text
+
+
+def test_what_was_reused_is_in_the_metrics(url: str) -> None:
+    def figures() -> dict[str, float]:
+        lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+        found = {
+            line.split("{")[0].removeprefix("sglang:kv_tiers_blend_").removesuffix("_total"): float(line.split()[-1])
+            for line in lines
+            if line.startswith("sglang:kv_tiers_blend_") and "_total{" in line
+        }
+        assert {f"blend_{name}" for name in found} == BLEND_FIGURES.keys()
+        return found
+
+    complete(url, text(0, 2), share=0.0)
+    before = figures()
+    complete(url, text(2, 0), share=0.5)
+    complete(url, text(2, 0), select="deviation")
+    grown = {name: value - before[name] for name, value in figures().items()}
+    assert (grown["requests"], grown["refused"], grown["segment_tokens"]) == (1, 1, 600)
+    assert grown["held_tokens"] == 600 - grown["recomputed_tokens"]
+    assert 300 <= grown["recomputed_tokens"] < 300 + 4 * PAGE
 
 
 def test_what_cannot_be_is_refused_by_name_and_nothing_else(url: str) -> None:

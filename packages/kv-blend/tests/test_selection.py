@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blend.plan import BlendPlan
+from kv_blend.plan import BlendPlan, Moved
 from kv_blend.selection import Selection
 
 PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2)
@@ -11,7 +11,7 @@ ALL = 1000
 
 
 def test_the_share_is_of_each_segment_and_rounded_up() -> None:
-    selection = Selection(PLAN, PLAN.segments)
+    selection = Selection(PLAN, tuple(PLAN.moved))
     assert selection.first() == [3, 4, 15]
     deviation = torch.zeros(19)
     deviation[[0, 5, 14, 18]] = torch.tensor([9.0, 1.0, 9.0, 1.0])
@@ -19,13 +19,20 @@ def test_the_share_is_of_each_segment_and_rounded_up() -> None:
     assert selection.deviating(deviation) == [5, 12, 18]
 
 
+def test_what_stands_at_the_start_in_both_texts_is_not_computed_again() -> None:
+    selection = Selection(PLAN, (Moved(0, 13, 0), Moved(15, 19, 40)))
+    assert selection.first() == [15]
+    assert selection.deviating(torch.arange(19.0)) == [18]
+    assert list(selection.batches([18], ALL, ALL)) == [[(13, 15), (18, 19)]]
+
+
 def test_what_lies_between_and_what_is_selected_is_computed() -> None:
-    selection = Selection(PLAN, PLAN.segments)
+    selection = Selection(PLAN, tuple(PLAN.moved))
     assert list(selection.batches([3, 4, 15], ALL, ALL)) == [[(0, 5), (13, 16)]]
-    assert list(Selection(PLAN, PLAN.segments, 2).batches([], ALL, ALL)) == [[(2, 3), (13, 15)]]
-    assert list(Selection(PLAN, PLAN.segments[1:], 13).batches([], ALL, ALL)) == [[(13, 15)]]
+    assert list(Selection(PLAN, tuple(PLAN.moved), 2).batches([], ALL, ALL)) == [[(2, 3), (13, 15)]]
+    assert list(Selection(PLAN, tuple(PLAN.moved[1:]), 13).batches([], ALL, ALL)) == [[(13, 15)]]
     assert list(Selection(PLAN, ()).batches([], ALL, ALL)) == [[(0, 19)]]
-    assert list(Selection(PLAN, ((0, 19),)).batches([], ALL, ALL)) == []
+    assert list(Selection(PLAN, (Moved(0, 19, 3),)).batches([], ALL, ALL)) == []
 
 
 @given(
@@ -35,10 +42,8 @@ def test_what_lies_between_and_what_is_selected_is_computed() -> None:
 )
 def test_batches_hold_every_token_once_in_order(flags: list[bool], most_tokens: int, most_runs: int) -> None:
     selected = [token for token, flag in enumerate(flags) if flag]
-    whole = ((0, len(flags)),)
-    batches = list(
-        Selection(BlendPlan(tokens=whole[-1][1] + 1, segments=whole), whole).batches(selected, most_tokens, most_runs)
-    )
+    plan = BlendPlan(tokens=len(flags) + 1, segments=((0, len(flags)),))
+    batches = list(Selection(plan, tuple(plan.moved)).batches(selected, most_tokens, most_runs))
     assert [token for batch in batches for first, end in batch for token in range(first, end)] == selected
     for batch in batches:
         assert len(batch) <= most_runs

@@ -23,9 +23,9 @@ def test_only_whole_pages_behind_what_is_computed_again_are_given() -> None:
 
 def test_a_segment_without_a_whole_page_is_computed_with_what_is_around_it() -> None:
     given = given_pages(plan((0, 20), (30, 40), (48, 96), share=0.0), PAGE)
-    assert [(each.segment, each.first, each.end) for each in given] == [(0, 0, 16), (2, 48, 96)]
+    assert [(each.number, each.first, each.end) for each in given] == [(0, 0, 16), (2, 48, 96)]
     assert phase_ends(given) == [48]
-    assert given_pages(plan((0, 64), share=1.0), PAGE) == []
+    assert given_pages(plan((1, 65), share=1.0), PAGE) == []
 
 
 def test_pages_that_follow_each_other_need_no_phase_between_them() -> None:
@@ -43,8 +43,8 @@ def test_phases_end_where_pages_begin_and_rows_are_in_the_segments_own_pages(see
     given = given_pages(drawn, PAGE)
     assert all(end % PAGE == 0 for end in phase_ends(given))
     for each in given:
-        first, end = drawn.segments[each.segment]
+        first, end = drawn.segments[each.number]
         assert first <= each.first < each.end <= end
-        prompt = alone(drawn, tokens, each.segment, PAGE)
+        prompt = alone(drawn, tokens, each.number, PAGE)
         assert len(prompt) % PAGE == 0
         assert tokens[each.first : each.end] == prompt[each.first - each.distance : each.end - each.distance]

@@ -291,7 +291,9 @@ def keys_of(tokens: list[int], salt: str | None = None, space: KeySpace = SPACE,
 
 
 class Asked:
-    """A kv-server process, a client that stores there, and `kv explain` about it."""
+    """A kv-server process, a client that stores there, and `kv explain` about it. said: on standard error."""
+
+    said = ""
 
     def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], **options: object) -> None:
         self.home, self.capsys = home, capsys
@@ -309,7 +311,8 @@ class Asked:
         prompt.write_text(" ".join(map(str, tokens)))
         words = ["explain", str(prompt), "--chunk-tokens", str(CHUNK_TOKENS), "--socket", str(self.server.socket)]
         status = main([*words, *options])
-        return status, self.capsys.readouterr().out
+        out, self.said = self.capsys.readouterr()
+        return status, out
 
     def until(self, tokens: list[int], said: Callable[[str], bool], *options: str) -> tuple[int, str]:
         """Asked again until the server's history has been told of what just happened."""
@@ -449,6 +452,69 @@ def test_a_tier_that_was_not_asked_may_hold_it_yet() -> None:
     text = server_cli._why_missing(state, answer)
     assert "stored in disk since, and not there now" in text
     assert "stored in redis since, which was not queried" in text
+
+
+def test_what_a_plan_reuses_is_told_segment_by_segment(asked: Asked) -> None:
+    from kv_blend import edited, request_fields
+    from kv_blend.keys import keys_of_plan
+    from kv_blend.plan import read_plan
+
+    tokens = list(range(100, 122))
+    segments = [(2, 8), (9, 20)]  # behind two tokens: chunks of 4, 4 and of 4, 4, 4, 1
+    request = asked.home / "request.json"
+
+    def run(fields: object, *options: str, of: list[int] = tokens) -> tuple[int, str]:
+        request.write_text(json.dumps(fields))
+        return asked.run(of, "--plan", str(request), *options)
+
+    for engine in ("vllm", "sglang"):
+        fields = request_fields(segments, tokens=22, tenant=f"t {engine}", engine=engine)
+        read = read_plan(fields.get("kv_transfer_params", fields.get("custom_params")), fields["cache_salt"], 22)
+        assert read is not None
+        scheme = ChainScheme("sha256", CHUNK_TOKENS)
+        first, second = (
+            SPACE.keys(each.digests, groups=(0,), tenant=tenant_tag(read[1]))
+            for each in keys_of_plan(read[0], tokens, read[1], scheme, {}, engine=engine)
+        )
+        assert (len(first), len(second)) == (2, 4)
+        asked.store(first)
+        asked.store(second[:1])
+        until(lambda fields=fields: "in host" in run(fields)[1])
+        status, out = run(fields)
+        assert status == 1
+        assert out.splitlines()[:4] == [
+            "tokens 2–7: 6 of 6 are held",
+            "  chunks 0–1: in host",
+            "tokens 9–19: 2 of 11 are held",
+            "  chunk 0: in host",
+        ]
+        described = json.loads(run(fields, "--json")[1])["segments"]
+        assert [(each["first"], each["end"], each["held_tokens"]) for each in described] == [(2, 8, 6), (9, 20, 2)]
+    # What is left of a conversation, under its exact keys.
+    before = [*range(1, 9), *range(200, 210), *range(1000, 1050)]
+    asked.store(keys_of(before, "me")[:6])
+    now = [*range(1, 9), *range(1000, 1050), 7]
+    fields = request_fields(**edited(before, now), tenant="me")
+    until(lambda: "in host" in run(fields, of=now)[1])
+    status, out = run(fields, of=now)
+    assert out.splitlines()[:3] == [
+        "tokens 0–7: 8 of 8 are held",
+        "  chunks 0–1: in host",
+        "tokens 8–57: 6 of 50 are held",
+    ]
+    # What is refused, and what is no plan.
+    for wrong, options, why in [
+        ({**fields, "cache_salt": "x"}, [], "cache_salt is not this plan's"),
+        ({"cache_salt": "x"}, [], "the request has no plan"),
+        ([], [], "the request has no plan"),
+        (fields, ["--salt", "x"], "the tenant's salt is the plan's"),
+    ]:
+        request.write_text(json.dumps(wrong))
+        assert asked.run(now, "--plan", str(request), *options)[0] == 2
+        assert why in asked.said
+    request.write_text("{")
+    assert asked.run(tokens, "--plan", str(request))[0] == 2
+    assert "is not JSON" in asked.said
 
 
 def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> None:

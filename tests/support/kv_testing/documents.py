@@ -32,6 +32,12 @@ class Prompt:
 
 FIRST, SECOND = Prompt((0, 1, 2, 3)), Prompt((2, 0, 3, 1))
 
+BEFORE = Prompt((2, 1, 0, 3, 1))
+"""A conversation of which `SECOND` is what is left when the second document is dropped."""
+UNCHANGED = Prompt((2,)).segments[0][1] + 1
+"""Tokens before that document."""
+DROPPED = len(BEFORE.tokens) - len(SECOND.tokens)
+
 WRONG_PLANS = [
     ([[9, 4]], "segment 0 is [9, 4), which has no tokens"),
     ([[40, 340], [300, 500]], "segment 1 begins at token 300, before segment 0 ends at 340"),

@@ -5,12 +5,13 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kv_blend import request_fields
+from kv_blend import edited, request_fields
+from kv_core.errors import InputError
 from kv_server.process import ServerProcess, launch
 
 from kv_testing.documents import FIRST, SECOND, Prompt
@@ -61,7 +62,12 @@ def interleave(
                 "select": draw.choice(SELECTS[engine]),
                 "behind": draw.choice(["prefix", "alone"]),
             }
-            made = request_fields(prompt.segments, tokens=len(prompt.tokens), engine=engine, **plan)
+            segments: dict[str, Any] = {"segments": prompt.segments, "tokens": len(prompt.tokens)}
+            if draw.random() < 0.3:
+                with suppress(InputError):  # they have nothing in common
+                    segments = edited(draw.choice(EXACT).tokens, prompt.tokens)
+                    plan["behind"] = "prefix"
+            made = request_fields(**segments, engine=engine, **plan)
             asked.append((prompt, {**made, **(forged or {})} if draw.random() < 0.5 else {}))
         by_force = draw.random() < 0.5
         disturbing = threading.Thread(target=disturb, args=(by_force,)) if disturb and number % 5 == 2 else None

@@ -6,6 +6,7 @@ and a digest of it in the request's `cache_salt`. The salt keeps everything that
 from exact requests in the engine's own prefix cache, so a plan without its salt is refused.
 """
 
+import difflib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,43 @@ _MAX_SALT: Final = 128
 _VERSION: Final = 1
 _MAX_SEGMENTS: Final = 256
 """Each is a lookup on the engine's scheduler thread."""
+_MAX_EDITS: Final = 256
+_WINDOW: Final = 8
+"""Tokens that are compared at once."""
+_LEAST_COMMON: Final = 32
+"""Tokens. Shorter runs that two conversations have in common, such as a template's, are computed with what is around
+them."""
 
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Edit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a prompt has its tokens [first, end), the conversation had the tokens `was` before. Either may be none."""
+
+    first: Position
+    end: Position
+    was: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Tokens [first, end) of a prompt, whose KV was computed in another text, in which they begin at token `source`."""
+
+    first: int
+    end: int
+    source: int
+
+    @property
+    def distance(self) -> int:
+        """By how many positions they stand further on."""
+        return self.first - self.source
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether their KV is exact, because nothing stands before them in either text."""
+        return self.first == self.source == 0
 
 
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +78,8 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         layer deviate most from the reused ones (CacheBlend, arXiv 2405.16444).
     behind: what a segment's reused KV was computed behind: nothing (`alone`), or the tokens before the first segment
         (`prefix`), such as a system prompt.
+    edits: how this prompt came from a conversation that exact requests have had computed. Then segments are what
+        follows edits, their KV is what those requests stored, and what stands before the first edit is reused exactly.
     """
 
     tokens: Position
@@ -50,11 +87,12 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     share: Share = DEFAULT_SHARE
     select: Literal["first", "deviation"] = "first"
     behind: Literal["alone", "prefix"] = "prefix"
+    edits: tuple[Edit, ...] = ()
 
     def check(self) -> None:
         """
         Raises:
-            InputError: the segments are not ascending ranges of such a prompt.
+            InputError: the segments are not ascending ranges of such a prompt, or do not follow edits of it.
         """
         if not 0 < len(self.segments) <= _MAX_SEGMENTS:
             raise InputError(f"{KEY} has {len(self.segments)} segments; it needs 1 to {_MAX_SEGMENTS}")
@@ -73,6 +111,54 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"{KEY}: the last segment ends at token {previous_end} of {self.tokens}; at least one token, such as "
                 "the question, must follow it"
             )
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        if not self.edits:
+            return
+        if self.behind != "prefix":
+            raise InputError(f"{KEY}: with edits a segment's KV is that of the conversation: leave out `behind`")
+        if len(self.edits) > _MAX_EDITS:
+            raise InputError(f"{KEY} has {len(self.edits)} edits; there can be {_MAX_EDITS}")
+        previous_end = 0
+        for number, edit in enumerate(self.edits):
+            if edit.first > edit.end or edit.first < previous_end:
+                raise InputError(
+                    f"{KEY}: edit {number} is [{edit.first}, {edit.end}), which is no range behind token "
+                    f"{previous_end}: give them in the prompt's order, without overlaps"
+                )
+            if edit.first == edit.end and not edit.was:
+                raise InputError(f"{KEY}: edit {number} at token {edit.first} neither removes nor adds a token")
+            previous_end = edit.end
+        for number, (first, end) in enumerate(self.segments):
+            if first < self.edits[0].end:
+                raise InputError(
+                    f"{KEY}: segment {number} begins at token {first}, before the first edit ends at "
+                    f"{self.edits[0].end}: what stands before an edit is reused without being named"
+                )
+            if any(first < edit.end and edit.first < end for edit in self.edits):
+                raise InputError(f"{KEY}: segment {number}, [{first}, {end}), contains a part of an edit")
+
+    @property
+    def moved(self) -> list[Moved]:
+        """What is reused, in order: the segments, and of an edited conversation also what precedes the first edit."""
+        if not self.edits:
+            return [Moved(first, end, self.context_tokens) for first, end in self.segments]
+        unchanged = self.edits[0].first
+        found = [Moved(0, unchanged, 0)] if unchanged else []
+        for first, end in self.segments:
+            before = [edit for edit in self.edits if edit.end <= first]
+            found.append(Moved(first, end, first + sum(len(edit.was) - edit.end + edit.first for edit in before)))
+        return found
+
+    def conversation(self, tokens: Sequence[int]) -> list[int]:
+        """The conversation before its edits, up to the last segment's end. tokens: the prompt's."""
+        found: list[int] = []
+        at = 0
+        for edit in self.edits:
+            found += [*tokens[at : edit.first], *edit.was]
+            at = edit.end
+        return [*found, *tokens[at : self.end]]
 
     @property
     def end(self) -> int:
@@ -84,9 +170,9 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How many tokens at the prompt's start every segment's KV was computed behind."""
         return self.segments[0][0] if self.behind == "prefix" else 0
 
-    def recomputed(self, tokens: int) -> int:
-        """How many tokens of a segment of this length are computed again."""
-        return math.ceil(self.share * tokens)
+    def recomputed(self, moved: Moved) -> int:
+        """How many of these tokens are computed again."""
+        return 0 if moved.is_prefix else math.ceil(self.share * (moved.end - moved.first))
 
 
 def read_plan(params: object, salt: str | None, tokens: int | None) -> tuple[BlendPlan, str] | None:
@@ -120,6 +206,8 @@ def request_fields(
 ) -> dict[str, Any]:
     """The fields that a request needs besides its prompt: `cache_salt`, and the engine's field for a plan.
 
+    For an edited conversation: `request_fields(**edited(before, now))`.
+
     segments, options: as in `BlendPlan`. tokens: length of the prompt. tenant: the salt that an exact request of this
     tenant has; segments are shared within it only. engine: that the request is for.
 
@@ -143,6 +231,50 @@ def request_fields(
     }
 
 
+def edited(before: Sequence[int], now: Sequence[int]) -> dict[str, Any]:
+    """The `tokens`, `edits` and `segments` of a plan for a conversation of which parts were removed or replaced.
+
+    before: as exact requests of this tenant had it, with their answers. now: the prompt, which may go on behind what
+    is left of the conversation.
+
+    Raises:
+        InputError: nothing was edited, or nothing that could be reused follows an edit.
+    """
+    before, now = list(before), list(now)
+    unchanged = next((at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), -1)
+    if unchanged < 0:
+        unchanged = min(len(before), len(now))
+    if unchanged == len(before):
+        raise InputError(
+            f"{KEY}: the conversation was not edited, it went on from {len(before)} to {len(now)} tokens: an exact "
+            "request finds it, so send it without a plan"
+        )
+    matcher = difflib.SequenceMatcher(None, _windows(before[unchanged:]), _windows(now[unchanged:]))
+    edits, segments = [], []
+    old = new = unchanged
+    for block in matcher.get_matching_blocks():
+        source, first = block.a + unchanged, block.b + unchanged
+        end = min(first + block.size + _WINDOW - 1, len(now) - 1)  # a token must be left to compute
+        overlap = max(0, old - source, new - first)  # with the run before
+        source, first = source + overlap, first + overlap
+        if end - first >= _LEAST_COMMON:
+            if first > new or source > old:
+                edits.append((new, first, before[old:source]))
+            segments.append((first, end))
+            old, new = source + end - first, end
+    if not segments:
+        raise InputError(
+            f"{KEY}: behind the first {unchanged} tokens, which are equal, the conversation and the prompt have no "
+            f"{_LEAST_COMMON} tokens in a row in common: an exact request reuses as much, so send it without a plan"
+        )
+    return {"tokens": len(now), "edits": edits, "segments": segments}
+
+
+def _windows(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each token with those that follow it: few of them are equal, and comparing takes time by how many are."""
+    return list(zip(*(tokens[at:] for at in range(_WINDOW)), strict=False))
+
+
 def segment_salt(tenant: str) -> str:
     """The salt with which the keys of a tenant's segments begin. No exact request has it, unless it asks for it; and
     then it finds what it would compute, because a segment is stored as it is behind its context."""
@@ -151,19 +283,19 @@ def segment_salt(tenant: str) -> str:
 
 def _digest(plan: BlendPlan) -> str:
     """Of all that decides the KV of the plan's prompt, so that a longer prompt with the same segments finds it."""
-    decides = (_VERSION, plan.segments, plan.share, plan.select, plan.behind)
+    decides = (_VERSION, plan.segments, plan.share, plan.select, plan.behind, plan.edits)
     return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class GivenRun:
-    """Whole pages of one segment.
+    """Whole pages of what is reused.
 
-    segment: its number in the plan. first, end: tokens of the prompt.
+    number: in the plan's `moved`. first, end: tokens of the prompt.
     distance: by how many positions the segment stands behind the place in which its KV was computed.
     """
 
-    segment: int
+    number: int
     first: int
     end: int
     distance: int
@@ -173,11 +305,11 @@ def given_pages(plan: BlendPlan, page_tokens: int) -> list[GivenRun]:
     """What is reused of each segment: all but its first tokens that are computed again, and what of its first and last
     page belongs to other text."""
     found = []
-    for number, (first, end) in enumerate(plan.segments):
-        begin = -(-(first + plan.recomputed(end - first)) // page_tokens) * page_tokens
-        stop = end // page_tokens * page_tokens
+    for number, moved in enumerate(plan.moved):
+        begin = -(-(moved.first + plan.recomputed(moved)) // page_tokens) * page_tokens
+        stop = moved.end // page_tokens * page_tokens
         if begin < stop:
-            found.append(GivenRun(number, begin, stop, first - plan.context_tokens))
+            found.append(GivenRun(number, begin, stop, moved.distance))
     return found
 
 

@@ -5,32 +5,33 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_blend.plan import BlendPlan
+from kv_blend.plan import BlendPlan, Moved
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Of one request.
 
-    reused: the segments whose KV is in place, [first, end) each, in order.
+    reused: the segments whose KV is in place, in order.
     computed: this many tokens at the prompt's start are in the engine's blocks already.
     """
 
     plan: BlendPlan
-    reused: tuple[tuple[int, int], ...]
+    reused: tuple[Moved, ...]
     computed: int = 0
 
     def first(self) -> list[int]:
         """The first tokens of each segment, as many as its share."""
-        return [token for first, end in self.reused for token in range(first, first + self._count(first, end))]
+        return [token for each in self.reused for token in range(each.first, each.first + self.plan.recomputed(each))]
 
     def deviating(self, deviation: torch.Tensor) -> list[int]:
         """The tokens of each segment that deviate most, as many as its share. deviation: of every token up to the last
         segment's end."""
         chosen: list[int] = []
-        for first, end in self.reused:
-            if count := self._count(first, end):
-                chosen += (torch.topk(deviation[first:end], count).indices + first).sort().values.tolist()
+        for each in self.reused:
+            if count := self.plan.recomputed(each):
+                found = torch.topk(deviation[each.first : each.end], count).indices + each.first
+                chosen += found.sort().values.tolist()
         return chosen
 
     def batches(self, selected: Iterable[int], most_tokens: int, most_runs: int) -> Iterator[list[tuple[int, int]]]:
@@ -51,13 +52,10 @@ class Selection:
         if batch:
             yield batch
 
-    def _count(self, first: int, end: int) -> int:
-        return self.plan.recomputed(end - first)
-
     def _runs(self, selected: Iterable[int]) -> Iterator[tuple[int, int]]:
         is_reused = bytearray(self.plan.end)
-        for first, end in self.reused:
-            is_reused[first:end] = b"\1" * (end - first)
+        for each in self.reused:
+            is_reused[each.first : each.end] = b"\1" * (each.end - each.first)
         for token in selected:
             is_reused[token] = 0
         first = self.computed

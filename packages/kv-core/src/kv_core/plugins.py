@@ -13,6 +13,7 @@ from kv_core.errors import ConfigError, did_you_mean
 
 _OFFERED_BY = {
     **dict.fromkeys(("floats", "kvtc", "progressive", "zstd"), "kv-codecs"),
+    "kv_blend": "kv-blend",
     "peers": "kv-server",
     **dict.fromkeys(("mooncake", "redis", "s3", "shared_fs", "valkey"), "kv-remote"),
 }

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS
+from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
 from kv_server.remote_cache import RemoteCache
 from kv_tiers import LocalCache
 
@@ -46,7 +46,7 @@ class Figures:
         self._look_at_s = 0.0
 
     def add(self, name: str, amount: int) -> None:
-        """name: of a counter in `COUNTED`."""
+        """name: of a counter."""
         if amount and name in self._metrics:
             self._metrics[name].inc(amount)
 
@@ -86,21 +86,28 @@ NO_FIGURES: Final = Figures({})
 """For engines without metrics."""
 
 
-def _registered(labels: Mapping[str, str]) -> Figures:
+def registered(figures: Mapping[str, Figure], labels: Mapping[str, str]) -> dict[str, Any]:
+    """A metric for each of these figures, by name, with these labels. Once in a process."""
     # SGLang has set the directory of the multiprocess mode by now: the import depends on it.
     from prometheus_client import Counter, Gauge
 
-    names = list(labels)
     metrics: dict[str, Any] = {}
-    for name in COUNTED:
+    for name, figure in figures.items():
         made: Any = (
-            Counter(f"sglang:{PREFIX}{name}", FIGURES[name].about, names)
-            if FIGURES[name].kind == "counter"
-            else Gauge(f"sglang:{PREFIX}{name}", FIGURES[name].about, names, multiprocess_mode="mostrecent")
+            Counter(f"sglang:{PREFIX}{name}", figure.about, list(labels))
+            if figure.kind == "counter"
+            else Gauge(f"sglang:{PREFIX}{name}", figure.about, list(labels), multiprocess_mode="mostrecent")
         )
         metrics[name] = made.labels(**labels)
+    return metrics
+
+
+def _figures(labels: Mapping[str, str]) -> Figures:
+    metrics = registered({name: FIGURES[name] for name in COUNTED}, labels)
+    from prometheus_client import Counter
+
     metrics["on"].set(1)
-    by_tier = Counter(f"sglang:{PREFIX}{TIER_TOKENS}", ABOUT_TIER_TOKENS, [*names, "tier"])
+    by_tier = Counter(f"sglang:{PREFIX}{TIER_TOKENS}", ABOUT_TIER_TOKENS, [*labels, "tier"])
     return Figures(metrics, lambda tier: by_tier.labels(**labels, tier=tier))
 
 
@@ -133,5 +140,5 @@ def engine_figures(*, number: int, stage: int, replica: int) -> Figures:
     labels = {"model_name": get_serving().served_model_name, **ranks, **(observed.extra_metric_labels or {})}
     named = {str(name): str(value) for name, value in labels.items()}
     if not _MADE:
-        _MADE.append(_registered(named))
+        _MADE.append(_figures(named))
     return _MADE[0]

@@ -17,7 +17,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 from kv_core.errors import InputError
 from kv_core.log import limited_logger
+from kv_sglang.metrics import NO_FIGURES, Figures, registered
 
+from kv_blend.figures import BLEND_FIGURES
 from kv_blend.plan import FIELDS, KEY, BlendPlan, GivenRun, alone, given_pages, phase_ends, read_plan, segment_salt
 from kv_blend.sglang.plugin import blends
 
@@ -58,13 +60,13 @@ class _Reuse:
     def computed(self, end: int, cached: int) -> set[int]:
         """A phase up to this token had so many from caches. Returns the segments of which pages were missing."""
         found = [each for each in self.given if self.reached <= each.first and each.end <= end]
-        self.placed |= {each.segment: max(0, min(cached, each.end) - each.first) for each in found}
+        self.placed |= {each.number: max(0, min(cached, each.end) - each.first) for each in found}
         self.reached = end
-        return {each.segment for each in found if cached < each.end}
+        return {each.number for each in found if cached < each.end}
 
     @property
     def report(self) -> dict[str, int]:
-        tokens = sum(end - first for first, end in self.plan.segments)
+        tokens = sum(each.end - each.first for each in self.plan.moved)
         held = sum(placed for segment, placed in self.placed.items() if segment in self.were_held)
         return {
             "segment_tokens": tokens,
@@ -80,6 +82,11 @@ class Phases:
         self._args = manager.server_args
         self._model = manager.model_config
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._figures = NO_FIGURES
+        if manager.enable_metrics:
+            if not _MADE:
+                _MADE.append(Figures(registered(BLEND_FIGURES, manager.metrics_collector.labels)))
+            (self._figures,) = _MADE
 
     async def serve(self, generate: Generate, manager: Any, obj: Any, request: Any) -> AsyncIterator[Any]:
         """The answers to a request of which at least one prompt has a plan.
@@ -118,6 +125,7 @@ class Phases:
                 )
             )
         reported: dict[int, dict[str, Any]] = {}
+        counted: set[int] = set()
         async for answer in generate(manager, obj, request):
             for number, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 index = one.get("index", number)
@@ -130,6 +138,9 @@ class Phases:
                         cached = int(one["meta_info"].get("cached_tokens") or 0)
                         self._forget(names[prompt], its.computed(len(each.tokens), cached))
                     reported[index] = {"refused": why_not} if why_not else its.report
+                    if prompt not in counted:
+                        counted.add(prompt)
+                        self._count(reported[index])
                 one["meta_info"][KEY] = reported[index]
             yield answer
 
@@ -138,6 +149,8 @@ class Phases:
     ) -> None:
         """Compute what is missing of its segments, and all phases but the last."""
         plan, tokens = blended.plan, blended.tokens
+        if plan.edits:  # their pages are exact requests'
+            reuse.were_held |= {each.number for each in reuse.given}
         reuse.were_held |= {number for number, name in names.items() if name in self._known}
         missing = {names[number]: number for number in names.keys() - reuse.were_held}
         salt = segment_salt(blended.tenant)
@@ -154,9 +167,17 @@ class Phases:
         except Exception:  # noqa: BLE001  # the request itself says what is wrong with it, or is computed whole
             _log.exception("a phase of a request failed; what it would have left is computed with the request")
 
+    def _count(self, report: Mapping[str, Any]) -> None:
+        if "refused" in report:
+            self._figures.add("blend_refused", 1)
+            return
+        self._figures.add("blend_requests", 1)
+        for name, tokens in report.items():
+            self._figures.add(f"blend_{name}", tokens)
+
     def _forget(self, names: Mapping[int, bytes], segments: set[int]) -> None:
         """The store did not have these: they are computed again for the next request."""
-        for number in segments:
+        for number in segments & names.keys():
             self._known.pop(names[number], None)
 
     @property
@@ -167,12 +188,12 @@ class Phases:
         return given_pages(blended.plan, self._page)
 
     def _names(self, blended: _BlendedPrompt) -> dict[int, bytes]:
-        """What each segment that can be reused is remembered by."""
+        """What each segment that can be reused is remembered by, if it is computed when it is not held."""
         found = {}
-        for each in self._given(blended):
-            prompt = alone(blended.plan, blended.tokens, each.segment, self._page)
+        for each in () if blended.plan.edits else self._given(blended):
+            prompt = alone(blended.plan, blended.tokens, each.number, self._page)
             identity = repr((blended.tenant, blended.extra_key, prompt))
-            found[each.segment] = hashlib.sha256(identity.encode()).digest()
+            found[each.number] = hashlib.sha256(identity.encode()).digest()
         return found
 
     def _why_not(self, obj: Any, blended: Sequence[_BlendedPrompt | None]) -> str:
@@ -206,6 +227,7 @@ class Phases:
         )
 
 
+_MADE: Final[list[Figures]] = []
 _PHASES: WeakKeyDictionary[Any, Phases] = WeakKeyDictionary()
 
 

@@ -63,8 +63,8 @@ class SegmentPages:
     """Of one engine. Thread-safe.
 
     A segment's pages are ordinary pages of the store, of the prompt "context, then segment" under the salt of the
-    tenant's segments. A page of a blended prompt that lies in a segment is made of two of them, with keys moved. It is
-    written to SGLang's host memory and never to the store.
+    tenant's segments, or of a conversation before its edits. A page of a blended prompt that lies in a segment is made
+    of two of them, with keys moved. It is written to SGLang's host memory and never to the store.
     """
 
     def __init__(self, store: PageStore, requests: RequestPages) -> None:
@@ -94,18 +94,24 @@ class SegmentPages:
             return
         plan, tenant = read
         tokens = req.origin_input_ids
-        whole = sum(len(req.origin_input_ids) >= end for _, end in plan.segments)
+        whole = sum(len(tokens) >= each.end for each in plan.moved)
         own = hashes_of(req, tree)
         # Neither its prompt nor its answer is stored.
         self._requests.note(str(req.rid), {"kv_tiers": {"store": False}}, len(tokens), lambda: own)
         if not whole or not self._can_move(scheduler):
             return
-        salt, found = segment_salt(tenant), {}
+        found = {}
+
+        def hashes_in(prompt: Sequence[int], salt: str | None) -> tuple[str, ...]:
+            return tuple(page_hashes(_like(tokens, prompt), tree, req.extra_key, salt))
+
+        conversation = hashes_in(plan.conversation(tokens), tenant or None) if plan.edits else ()
         for given in given_pages(plan, self._page_tokens):
-            if given.segment < whole:
-                prompt = alone(plan, tokens, given.segment, self._page_tokens)
-                hashes = page_hashes(_like(tokens, prompt), tree, req.extra_key, salt)
-                source = _Source(tuple(hashes), given.distance)
+            if given.number < whole:
+                hashes = conversation
+                if not plan.edits:
+                    hashes = hashes_in(alone(plan, tokens, given.number, self._page_tokens), segment_salt(tenant))
+                source = _Source(hashes, given.distance)
                 for first in range(given.first, given.end, self._page_tokens):
                     found[own[first // self._page_tokens]] = _GivenPage(source, first)
         with self._changed:

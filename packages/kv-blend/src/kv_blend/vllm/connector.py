@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from kv_blend.vllm.filling import Filler, Limits
+from kv_blend.figures import BLEND_FIGURES
+from kv_blend.vllm.filling import Filler
 from kv_blend.vllm.forward import watch_runner
-from kv_blend.vllm.scheduler import BLEND_FIGURES, BlendMetadata, BlendMetrics, BlendScheduler
+from kv_blend.vllm.scheduler import BlendMetadata, BlendMetrics, BlendScheduler, Limits
 from kv_blend.vllm.worker import BlendWorker, ranks_here, refuse
 
 
@@ -68,6 +69,11 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
     return "; ".join(f"this engine does not blend: {reason}" for reason, holds in reasons.items() if holds)
 
 
+def limits_of(vllm_config: Any) -> Limits:
+    scheduler = vllm_config.scheduler_config
+    return Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, vllm_config.model_config.max_model_len)
+
+
 class KVBlendConnector(KVTiersConnector):
     """One object in the scheduler, one in the worker."""
 
@@ -85,8 +91,7 @@ class KVBlendConnector(KVTiersConnector):
         self._why_not = why_not_blended(vllm_config, self._engine)
         half, cache, read = self._scheduler, self._engine.cache, self._read
         if half is not None and cache is not None:
-            most = vllm_config.scheduler_config.max_num_batched_tokens
-            self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
+            self._blend = BlendScheduler(cache, half.shape, limits_of(vllm_config), read, name=self._engine.id)
             self._blend_figures = CounterDeltas(self._blend.counts, BLEND_FIGURES)
 
         def read_exact(request: Any) -> RequestTokens | Unsure | None:
@@ -171,12 +176,11 @@ class KVBlendConnector(KVTiersConnector):
         # Of layers that share KV the first one computes it.
         names = {id(tensor): name for name, tensor in reversed(kv_caches.items())}
         layers = config.compilation_config.static_forward_context
-        scheduler = config.scheduler_config
         filler = Filler(
             self._engine,
             group,
             {name: layers[name] for name in (names[id(tensor)] for tensor in group.tensors)},
-            Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, config.model_config.max_model_len),
+            limits_of(config),
             ranks,
         )
         self._blend_worker = BlendWorker(ranks, filler.fill)

@@ -1,14 +1,13 @@
 """Fills one request's blocks up to its last segment.
 
 In this order: segments that the cache lacks are computed behind their context, as batch entries in the request's own
-blocks, which nobody reads yet, and stored. All segments are read from the pool, their keys moved to where they stand in
-this request, and written to its blocks. Then everything else, and the tokens selected in segments, are computed in
-their places.
+blocks, which nobody reads yet, and stored; those of an edited conversation are not, because their keys are exact
+requests' own. All segments are read from the pool, their keys moved to where they stand in this request, and written to
+its blocks. Then everything else, and the tokens selected in segments, are computed in their places.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,8 @@ from kv_cuda.canary import LayerGroup
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
 from kv_blend.selection import Selection
 from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
-from kv_blend.vllm.scheduler import BlendStep, SegmentStep
+from kv_blend.vllm.scheduler import BlendStep, Limits, SegmentStep
 from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one forward pass: tokens, and entries. max_position: the longest sequence of the model."""
-
-    tokens: int
-    entries: int
-    max_position: int
 
 
 class Filler:
@@ -60,7 +50,7 @@ class Filler:
             yield from self._prepare(step)
             leases = [self._lease(step, segment, holder) if segment.is_held else None for segment in step.segments]
             leases = yield from self._leased_by_all(leases)
-            missing = [number for number, lease in enumerate(leases) if lease is None]
+            missing = [number for number, lease in enumerate(leases) if lease is None and not step.plan.edits]
             for numbers in self._fitting(step, missing):
                 yield from self._compute_alone(step, [step.segments[number] for number in numbers], holder)
                 for number in numbers:
@@ -71,8 +61,7 @@ class Filler:
             are_good = [cache.release(lease) for _, lease in reused]  # each of them, whatever the first says
             if not all(are_good):
                 raise CannotBlendError("segments left the cache while they were read")
-            places = tuple((segment.first, segment.end) for segment, _ in reused)
-            selection = Selection(step.plan, places, step.computed)
+            selection = Selection(step.plan, tuple(segment.place for segment, _ in reused), step.computed)
             if step.plan.select == "first":
                 selected = selection.first()
             elif step.plan.share:
@@ -160,7 +149,8 @@ class Filler:
         batch: list[int] = []
         blocks = tokens = 0
         for number in missing:
-            needed = step.plan.context_tokens + step.segments[number].end - step.segments[number].first
+            place = step.segments[number].place
+            needed = step.plan.context_tokens + place.end - place.first
             needed_blocks = -(-needed // self._block_tokens)
             if needed_blocks > room or needed > self._limits.tokens:
                 continue
@@ -180,7 +170,7 @@ class Filler:
         scratch, used = self._scratch(step), 0
         entries = []
         for segment in segments:
-            tokens = context + list(step.tokens[segment.first : segment.end])
+            tokens = context + list(step.tokens[segment.place.first : segment.place.end])
             blocks = scratch[used : used + -(-len(tokens) // self._block_tokens)]
             used += len(blocks)
             entries.append(BatchEntry(blocks, tokens, 0, 0))
@@ -221,22 +211,22 @@ class Filler:
         assert cache is not None and facts is not None and self._forward is not None
         heads, head_dim = self._group.row_shape
         shape = (2, len(self._layers), facts.chunk_tokens, heads, head_dim)
-        context = step.plan.context_tokens
-        begin = max(segment.first, step.computed)
-        first_row = context % facts.chunk_tokens + begin - segment.first
-        rows = slice(first_row, first_row + segment.end - begin)
+        place = segment.place
+        begin = max(place.first, step.computed)
+        first_row = place.source % facts.chunk_tokens + begin - place.first
+        rows = slice(first_row, first_row + place.end - begin)
         view, dtype = cache.pool.view, self._group.row_dtype
         chunks = [
             torch.frombuffer(view, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset).view(shape)
             for extent in lease.extents
         ]
-        slots = self._forward.slots(step.blocks, begin, segment.end)
+        slots = self._forward.slots(step.blocks, begin, place.end)
         measured = torch.empty(0)
         for number, rotation in enumerate(self._rotations):
             keys, values = (
                 torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)
             )
-            moved = rotation.moved(keys, segment.first - context)
+            moved = rotation.moved(keys, place.distance)
             self._group.update(number, {"k": moved, "v": values}, slots)
             if number == self._measured_layer:
                 measured = moved
@@ -256,13 +246,14 @@ class Filler:
         that end at the layer that is measured."""
         deviation = torch.zeros(step.plan.end)
         name = list(self._layers)[self._measured_layer]
-        for first in range(step.computed, step.plan.end, self._limits.tokens):
+        exact = max((segment.place.end for segment in keys if segment.place.is_prefix), default=0)
+        for first in range(max(step.computed, exact), step.plan.end, self._limits.tokens):
             end = min(first + self._limits.tokens, step.plan.end)
             entry = BatchEntry(step.blocks, step.tokens[first:end], first, first)
             found = yield self._pass([entry], lambda: keys_of({name: self._layers[name]}, last=name))
             for segment, moved in keys.items():
-                begin = max(segment.first, step.computed)
-                low, high = max(begin, first), min(segment.end, end)
+                begin = max(segment.place.first, step.computed)
+                low, high = max(begin, first), min(segment.place.end, end)
                 if low < high:
                     fresh = found[name][low - first : high - first].reshape(high - low, *moved.shape[1:])
                     difference = fresh.float() - moved[low - begin : high - begin].float()

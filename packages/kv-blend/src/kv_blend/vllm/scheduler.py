@@ -1,45 +1,39 @@
 """The scheduler half of blending: finds a request's segments, and offers everything up to the last one's end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from kv_connect.figures import FIGURES, Figure
+from kv_connect.halves.request import RequestTokens
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
-from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Ended
 from kv_core.shape import ConnectShape
 from kv_vllm.stats import PromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt
+from kv_blend.figures import BLEND_FIGURES
+from kv_blend.keys import SegmentKeys, keys_of_plan
+from kv_blend.plan import KEY, BlendPlan, Moved, read_plan
 
 _log = limited_logger(__name__)
 
-BLEND_FIGURES: Final[Mapping[str, Figure]] = {
-    "blend_requests": Figure("counter", "Requests with a plan whose segments were put in their places."),
-    "blend_refused": Figure("counter", "Requests with a plan that were computed whole instead."),
-    "blend_segment_tokens": Figure("counter", "Tokens of segments that were put in their places."),
-    "blend_held_tokens": Figure("counter", "Those of these tokens whose KV the cache held, behind whatever text."),
-    "blend_recomputed_tokens": Figure("counter", "Those of these tokens that were computed again in their context."),
-}
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one forward pass: tokens, and entries. max_position: the longest sequence of the model."""
+
+    tokens: int
+    entries: int
+    max_position: int
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentStep:
-    """One segment of a request.
+class SegmentStep(SegmentKeys):
+    """One segment of a request. is_held: whether the cache had all of its chunks."""
 
-    first, end: its tokens in the request.
-    digests: of the chunks that have its KV, as it is behind the plan's context. The first chunk may begin with tokens
-        of that context, and the last may be partial.
-    is_held: whether the cache had all of them.
-    """
-
-    first: int
-    end: int
-    digests: tuple[bytes, ...]
     is_held: bool = False
 
 
@@ -98,14 +92,14 @@ class _Blended:
 
     step: what the workers will be sent when its blocks are known.
     keys: of each segment's chunks.
-    are_held: for each segment, whether the cache has these; None until that is known.
+    held: for each segment, how many leading ones of these the cache has; None until that is known.
     report: what becomes of its tokens, for its answer.
     has_failed: the workers could not fill its blocks: it is computed whole.
     """
 
     step: BlendStep
     keys: list[list[ChunkKey]]
-    are_held: list[bool | None]
+    held: list[int | None]
     has_failed: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -113,12 +107,22 @@ class _Blended:
 class BlendScheduler:
     """Used on vLLM's scheduler thread only."""
 
-    def __init__(self, cache: CacheService, shape: ConnectShape, *, name: str, max_tokens: int) -> None:
-        """name: distinguishes this engine's holders. max_tokens: the most that the model computes at once."""
+    def __init__(
+        self,
+        cache: CacheService,
+        shape: ConnectShape,
+        limits: Limits,
+        read_exact: Callable[[Any], Any],
+        *,
+        name: str,
+    ) -> None:
+        """read_exact: what the exact half knows of a request, a `RequestTokens`. name: distinguishes this engine's
+        holders."""
         self._cache = cache
         self._shape = shape
+        self._limits = limits
+        self._read_exact = read_exact
         self._name = name
-        self._max_tokens = max_tokens
         self._requests: dict[str, _Blended | None] = {}  # None: without a plan, or with one that is refused
         self._reports: dict[str, dict[str, Any]] = {}
         self._steps: list[BlendStep] = []
@@ -149,13 +153,16 @@ class BlendScheduler:
         if offered <= 0 or blended.has_failed:
             return 0
         for number, segment in enumerate(blended.step.segments):
-            if segment.end <= computed or blended.are_held[number]:
+            if segment.place.end <= computed or blended.held[number] == len(segment.digests):
                 continue
             holder, keys = self._holder(request_id, number), blended.keys[number]
             plan = self._cache.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
             if plan.ended is Ended.PENDING:
                 return None
-            blended.are_held[number] = plan.chunks == len(segment.digests)
+            blended.held[number] = plan.chunks
+        if blended.step.plan.edits and not computed and not any(blended.held):
+            self._refuse(blended, "nothing of the conversation before its edits is held; it was computed whole")
+            return 0
         return offered
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
@@ -163,14 +170,23 @@ class BlendScheduler:
         blended = self._requests[request_id]
         assert blended is not None
         computed = blended.step.plan.end - external_tokens
-        known = zip(blended.step.segments, blended.are_held, strict=True)
-        segments = tuple(replace(each, is_held=bool(is_held)) for each, is_held in known if each.end > computed)
+        plan, segments = blended.step.plan, []
+        for each, held in zip(blended.step.segments, blended.held, strict=True):
+            # What exact requests have not stored of a conversation is computed in its place.
+            part = each.leading(held or 0, self._shape.scheme.chunk_tokens) if plan.edits else each
+            if part.place.end > max(part.place.first, computed):
+                segments.append(SegmentStep(part.place, part.digests, held == len(part.digests)))
         self._loading.add(request_id)
-        self._steps.append(replace(blended.step, blocks=tuple(blocks), computed=computed, segments=segments))
-        inside = [each.end - max(each.first, computed) for each in segments]
-        held = sum(tokens for tokens, each in zip(inside, segments, strict=True) if each.is_held)
-        again = sum(blended.step.plan.recomputed(each.end - each.first) for each in segments)
-        blended.report = {"segment_tokens": sum(inside), "held_tokens": held, "recomputed_tokens": again}
+        self._steps.append(replace(blended.step, blocks=tuple(blocks), computed=computed, segments=tuple(segments)))
+
+        def tokens(moved: Iterable[Moved]) -> int:
+            return sum(max(0, each.end - max(each.first, computed)) for each in moved)
+
+        blended.report = {
+            "segment_tokens": tokens(plan.moved),
+            "held_tokens": tokens(each.place for each in segments if each.is_held),
+            "recomputed_tokens": sum(plan.recomputed(each.place) for each in segments),
+        }
 
     @property
     def is_loading(self) -> bool:
@@ -196,9 +212,7 @@ class BlendScheduler:
             return
         self._release(request_id, blended)
         if failed:
-            blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
-            blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
-            self.counts.blend_refused += 1
+            self._refuse(blended, "its segments could not be loaded; it was computed whole")
         else:
             self.counts.blend_requests += 1
             for name, tokens in blended.report.items():
@@ -212,6 +226,11 @@ class BlendScheduler:
             self._release(request_id, blended)
         report = refused if blended is None else blended.report
         return None if report is None else {KEY: report}
+
+    def _refuse(self, blended: _Blended, why: str) -> None:
+        blended.report = {"refused": why}
+        blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
+        self.counts.blend_refused += 1
 
     def _read(self, request: Any, space: KeySpace | None, why_not: str) -> _Blended | None:
         read = read_plan(request.kv_transfer_params, request.cache_salt, request.num_prompt_tokens)
@@ -233,29 +252,46 @@ class BlendScheduler:
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise InputError(f"{KEY}: a request with {', '.join(found)} cannot be blended")
         tokens = list(request.all_token_ids[: plan.end])
-        if (longest := max(end - first for first, end in plan.segments) + plan.context_tokens) > self._max_tokens:
+        tag = tenant_tag(tenant) if tenant else NO_TENANT
+        exact = self._read_exact(request)
+        self._check(plan, tokens, exact)
+        tags = exact.controls.tags if isinstance(exact, RequestTokens) else {}
+        segments = keys_of_plan(plan, tokens, tenant, self._shape.scheme, tags)
+        keys = [
+            keys_in(space.fingerprint, each.digests, shards=range(self._shape.shards), tenant=tag) for each in segments
+        ]
+        steps = tuple(SegmentStep(each.place, each.digests) for each in segments)
+        return _Blended(
+            BlendStep(request.request_id, plan, tokens, steps, space.fingerprint, tag), keys, [None] * len(keys)
+        )
+
+    def _check(self, plan: BlendPlan, tokens: Sequence[int], exact: Any) -> None:
+        """
+        Raises:
+            InputError: this engine cannot do what the plan says.
+        """
+        if plan.edits:
+            before, most = len(plan.conversation(tokens)), self._limits.max_position
+            if before > most:
+                raise InputError(
+                    f"{KEY}: before its edits the conversation had {before} tokens, more than the {most} of the model "
+                    "(max_model_len)"
+                )
+            if not isinstance(exact, RequestTokens) or not exact.controls.load:
+                raise InputError(f"{KEY}: this request may load nothing, so nothing of a conversation either")
+            return
+        longest, most = max(end - first for first, end in plan.segments) + plan.context_tokens, self._limits.tokens
+        if longest > most:
             raise InputError(
                 f"{KEY}: a segment is {longest} tokens long with its context, and the engine computes at most "
-                f"{self._max_tokens} at once (max_num_batched_tokens): divide it"
+                f"{most} at once (max_num_batched_tokens): divide it"
             )
-        tag = tenant_tag(tenant) if tenant else NO_TENANT
-        context, scheme = plan.context_tokens, self._shape.scheme
-        segments, keys = [], []
-        for first, end in plan.segments:
-            sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant)))
-            sequence.append([*tokens[:context], *tokens[first:end]])
-            tail = sequence.tail_digest()
-            digests = [*sequence.digests, *([] if tail is None else [tail])][context // scheme.chunk_tokens :]
-            keys.append(keys_in(space.fingerprint, digests, shards=range(self._shape.shards), tenant=tag))
-            segments.append(SegmentStep(first, end, tuple(digests)))
-        step = BlendStep(request.request_id, plan, tokens, tuple(segments), space.fingerprint, tag)
-        return _Blended(step, keys, [None] * len(keys))
 
     def _holder(self, request_id: str, number: int) -> str:
         return f"{self._name}/blend/{number}/{request_id}"
 
     def _release(self, request_id: str, blended: _Blended) -> None:
-        for number, is_held in enumerate(blended.are_held):
-            if is_held is not None:
+        for number, held in enumerate(blended.held):
+            if held is not None:
                 self._cache.end(self._holder(request_id, number))
-                blended.are_held[number] = None
+                blended.held[number] = None

@@ -230,7 +230,7 @@ def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> PromptSpace |
 
 def prompt_root(args: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
     """The root of the prompt's chain for this salt, with the adapter and tags of the options."""
-    return scheme.root(salt=salt, lora=args.lora, tags=_tags(args.tag))
+    return scheme.root(salt=salt, lora=args.lora, tags=prompt_tags(args))
 
 
 def prompt_items(args: argparse.Namespace) -> list[Item]:
@@ -300,9 +300,10 @@ def _secret(path: str | None, algorithm: Algorithm) -> bytes:
     return file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _tags(texts: Sequence[str]) -> dict[str, str]:
+def prompt_tags(args: argparse.Namespace) -> dict[str, str]:
+    """What else separates the prompt from others."""
     tags: dict[str, str] = {}
-    for text in texts:
+    for text in args.tag:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise InputError(f"--tag {text}: write it as NAME=VALUE")

@@ -16,6 +16,7 @@ from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
 from kv_core.log import on_one_line, say
+from kv_core.plugins import load_plugin
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
@@ -26,6 +27,7 @@ from kv_core.tools.cli import (
     prompt_root,
     prompt_scheme,
     prompt_space,
+    prompt_tags,
     prompt_tokens,
 )
 from kv_observe.chunk_state import ChunkState
@@ -393,6 +395,10 @@ examples:
   kv explain prompt.json --name default
   kv explain --text prompt.txt --tokenizer tokenizer.json --salt tenant-7 --also-salt tenant-8
   kv explain prompt.json --chunk-tokens 128 --json
+  kv explain prompt.json --plan request.json
+
+With --plan it is asked for what a request reuses by blending (kv-blend): request.json has its fields, as
+kv_blend.request_fields makes them. The tenant's salt is in there.
 
 The prompt is also looked for without a salt, and with every --also-salt. Chunks of other salts, chunk sizes or adapters
 have other keys, and a key does not reveal what it stands for: only what is given here is found.
@@ -437,6 +443,7 @@ def register_explain(commands: Any) -> None:
         metavar="TEXT",
         help="look for the prompt with this salt too; repeatable",
     )
+    parser.add_argument("--plan", metavar="FILE", help="fields of a request that blends; - for standard input")
     parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
 
 
@@ -452,6 +459,8 @@ def _explain(args: argparse.Namespace) -> int:
         else:
             say(f"the engines of this server have chunks of {listed} tokens; give --chunk-tokens", file=sys.stderr)
     tokens = [token for part in prompt_tokens(args) for token in part]
+    if args.plan is not None:
+        return _explain_plan(socket, args, scheme, tokens, max_explained)
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
         raise InputError(
@@ -467,6 +476,46 @@ def _explain(args: argparse.Namespace) -> int:
         say(json.dumps(_described(answers, expected, chunks, scheme.chunk_tokens)))
     else:
         _print(answers, expected, chunks, explained_chunks, scheme.chunk_tokens)
+    return 0 if is_all_held else 1
+
+
+def _explain_plan(
+    socket: Path, args: argparse.Namespace, scheme: ChainScheme, tokens: Sequence[int], max_explained: int
+) -> int:
+    """What a request reuses by blending, segment by segment."""
+    if args.salt is not None or args.also_salt or args.lora is not None or args.item:
+        raise InputError(
+            "with --plan the tenant's salt is the plan's, and adapters and items are not blended: leave out "
+            "--salt, --also-salt, --lora and --item"
+        )
+    try:
+        request = json.loads(sys.stdin.read() if args.plan == "-" else Path(args.plan).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--plan {args.plan} is not JSON: {error}") from None
+    read = load_plugin("kv_server.plans", "kind of plan", "kv_blend")
+    tenant, segments = read(request, tokens, scheme, prompt_tags(args))
+    described, is_all_held = [], True
+    for segment in segments:
+        place, digests = segment.place, segment.digests[:max_explained]
+        answer = _ask_about(socket, args, scheme, digests, tenant or None) if digests else None
+        is_named = args.model is not None or args.space is not None
+        expected = None if answer is None else _expected_space(answer, is_named=is_named)
+        held = segment.leading(0 if expected is None else expected.held, scheme.chunk_tokens).place
+        held_tokens, segment_tokens = held.end - held.first, place.end - place.first
+        is_all_held = is_all_held and held_tokens == segment_tokens
+        states = [] if expected is None else [dataclasses.asdict(state) for state in expected.states]
+        described.append({"first": place.first, "end": place.end, "held_tokens": held_tokens, "states": states})
+        if args.json:
+            continue
+        say(f"tokens {place.first}–{place.end - 1}: {held_tokens} of {segment_tokens} are held")
+        if answer is None:
+            say("  in no whole chunk of the conversation, so never stored")
+        elif expected is None:
+            say(f"  {_chunks(0, len(digests))}: {_why_unknown(answer)}")
+        else:
+            _print_runs(expected, answer, "  ")
+    if args.json:
+        say(json.dumps({"chunk_tokens": scheme.chunk_tokens, "segments": described}))
     return 0 if is_all_held else 1
 
 
@@ -498,6 +547,13 @@ def _explanations(
 ) -> wire.Explanations:
     root = prompt_root(args, scheme, salt)
     digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[:max_explained]
+    return _ask_about(socket, args, scheme, digests, salt)
+
+
+def _ask_about(
+    socket: Path, args: argparse.Namespace, scheme: ChainScheme, digests: Sequence[bytes], salt: str | None
+) -> wire.Explanations:
+    """What the server says of the chunks with these digests, which follow each other. salt: their tenant's."""
     space = prompt_space(args, scheme)
     key_prefixes = []
     if space is not None:
@@ -563,15 +619,7 @@ def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limi
 
 
 def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
-    has_gap = False
-    for state in expected.states:
-        text = f"in {state.where}" if is_held(state) else _why_missing(state, answer)
-        if is_held(state) and has_gap:
-            text += ", but of no use: an earlier chunk is missing"
-        say(f"{_chunks(state.first, state.chunks)}: {text}")
-        has_gap = has_gap or not is_held(state)
-    if expected.is_cut:
-        say("and more, which the server left out")
+    has_gap = _print_runs(expected, answer)
     if expected.held < expected.prefix:
         say(f"the hit ends at chunk {expected.held}: for a longer one, some layers lack what they need")
     for lacking in expected.lacking:
@@ -584,6 +632,20 @@ def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
         say(f"skipped, because querying them takes a network: {', '.join(expected.remote_tiers_skipped)}")
     for name, directory in expected.directories.items():
         say(f"the directory of {name}: {directory.spelled()}")
+
+
+def _print_runs(expected: wire.Explained, answer: wire.Explanations, indent: str = "") -> bool:
+    """Where its chunks are. Returns whether one is missing."""
+    has_gap = False
+    for state in expected.states:
+        text = f"in {state.where}" if is_held(state) else _why_missing(state, answer)
+        if is_held(state) and has_gap:
+            text += ", but of no use: an earlier chunk is missing"
+        say(f"{indent}{_chunks(state.first, state.chunks)}: {text}")
+        has_gap = has_gap or not is_held(state)
+    if expected.is_cut:
+        say(f"{indent}and more, which the server left out")
+    return has_gap
 
 
 def _choice_text(choice: Choice) -> str:
