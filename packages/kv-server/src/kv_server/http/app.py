@@ -70,7 +70,7 @@ def make_app(relay: Relay, *, token: str, archive_directory: str) -> ASGIApp:
         *reload_operations(relay),
         *quota_operations(relay),
         *prefix_operations(relay, archive_directory),
-        *hint_operations(relay, names),
+        *hint_operations(relay),
         *route_operations(relay),
     ]
     described = msgspec.json.encode(openapi_document(operations))

@@ -6,7 +6,7 @@ which are named after the tenant that set them.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -42,9 +42,9 @@ class HintedPrefix(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True
     hints: dict[str, Any]
 
 
-def hint_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]:
+def hint_operations(relay: Relay) -> list[Operation]:
     async def hint(body: HintedPrefix) -> HintOutcomes:
-        tag, keys, shape = tag_of(body.tenant, names), keys_of(body.keys), body.shape()
+        tag, keys, shape = tag_of(body.tenant, relay.server.tenant_names), keys_of(body.keys), body.shape()
         if any(key.tenant != tag for key in keys):
             raise Problem(409, "not all of these keys are of this tenant; kv keys prints a tenant's with its --salt")
         _, cache = await select_cache(relay, body)
