@@ -61,7 +61,7 @@ def test_a_prompt_goes_through_the_example_and_is_answered_also_when_nobody_comp
             answered = post(url, body)
             assert answered["choices"][0]["text"] == expected
             assert metric(prefill, "handovers_given_total") == 1
-            assert metric(decode, "handovers_taken_total") == 1
+            assert metric(decode, "handovers_received_total") == 1
             assert metric(decode, "handovers_late_total") == 0
             assert metric(decode, "loaded_tokens_total") == len(PROMPT) - 1
             process.send_signal(signal.SIGKILL)

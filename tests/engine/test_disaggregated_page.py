@@ -50,7 +50,7 @@ def test_the_pages_lines_start_what_they_say(spelling_llama: str, tmp_path: Path
             url, prefill, decode = (f"http://127.0.0.1:{port}" for port in ports.values())
             body = {"model": spelling_llama, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
             assert post(url, body)["choices"][0]["text"]
-            assert metric(prefill, "handovers_given_total") == metric(decode, "handovers_taken_total") == 1
+            assert metric(prefill, "handovers_given_total") == metric(decode, "handovers_received_total") == 1
             assert metric(decode, "loaded_tokens_total") == len(PROMPT) - 1
         finally:
             os.killpg(shell.pid, signal.SIGKILL)

@@ -96,10 +96,10 @@ def test_hand_overs_are_counted(engine: Engine) -> None:
 
     since = Since(engine)
     ask(PROMPTS[5], do_remote_decode=True)
-    assert (since["handovers_given"], since["handovers_taken"]) == (1, 0)
+    assert (since["handovers_given"], since["handovers_received"]) == (1, 0)
     ask(PROMPTS[5], do_remote_prefill=True, remote_num_tokens=len(PROMPTS[5]))
     ask([7] * 300, do_remote_prefill=True, remote_num_tokens=300)
-    assert (since["handovers_given"], since["handovers_taken"], since["handovers_late"]) == (1, 2, 1)
+    assert (since["handovers_given"], since["handovers_received"], since["handovers_late"]) == (1, 2, 1)
 
 
 def test_a_load_that_fails_is_counted_and_its_tokens_are_not(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_a_prompt_that_is_handed_over_is_found_to_its_last_token_but_one(service
     (load,) = decoder.scheduler.build_step([]).loads
     assert load.digests == plans[-1].stores[0].digests
     assert load.last_token == 88  # the whole block that the last token is in
-    assert (decoder.scheduler.counts.handovers_taken, decoder.scheduler.counts.handovers_late) == (1, 0)
+    assert (decoder.scheduler.counts.handovers_received, decoder.scheduler.counts.handovers_late) == (1, 0)
     # Nobody else finds the partial chunk, nor is anything else of the kind stored.
     assert Engine(service, "e", shape_of()).match(PROMPT, 0) == 64
     assert len(service.held) == 3
@@ -170,7 +170,7 @@ def test_a_request_waits_for_what_is_being_stored_and_no_longer_than_it_may(serv
     assert decoder.match(PROMPT, given, "late") is None
     decoder.clock.advance(0.1)
     assert decoder.match(PROMPT, given, "late") == 64
-    assert (decoder.scheduler.counts.handovers_taken, decoder.scheduler.counts.handovers_late) == (2, 1)
+    assert (decoder.scheduler.counts.handovers_received, decoder.scheduler.counts.handovers_late) == (2, 1)
     decoder.scheduler.allocated("late", 0, ())
     assert decoder.match(PROMPT, given, "late") == 64  # preempted: it has waited once
 
@@ -213,14 +213,14 @@ def test_slower_tiers_are_left_to_answer_while_a_request_waits(service: DictServ
 def test_what_was_kept_for_a_request_is_given_back_once_when_it_waits_no_more(service: DictService) -> None:
     producer, decoder = Engine(service, "p", shape_of()), Engine(service, "d", shape_of())
     assert decoder.match(PROMPT, 84) is None
-    assert service.taken_keys == []
+    assert service.received_keys == []
     producer.compute(PROMPT, [84], hands_over_tokens=84)
     decoder.clock.advance(0.01)
     assert decoder.match(PROMPT, 84) == decoder.match(PROMPT, 84) == 83
-    (keys,) = service.taken_keys
+    (keys,) = service.received_keys
     assert set(keys) == set(service.held) and len(keys) == 3
     assert producer.match(PROMPT, 0, "not handed over") == 64
-    assert len(service.taken_keys) == 1
+    assert len(service.received_keys) == 1
 
 
 def test_what_an_engine_has_in_its_own_blocks_is_given_back_too(service: DictService) -> None:
@@ -230,7 +230,7 @@ def test_what_an_engine_has_in_its_own_blocks_is_given_back_too(service: DictSer
     request = RequestTokens("d", PROMPT, len(PROMPT), controls=Controls(awaits_tokens=84))
     assert decoder.scheduler.match(request, 83) == 0
     assert decoder.scheduler.counts.lookups == 0
-    assert set(service.taken_keys[0]) == set(service.held)
+    assert set(service.received_keys[0]) == set(service.held)
 
 
 def test_nobody_waits_longer_than_computing_takes(service: DictService) -> None:

@@ -282,7 +282,7 @@ def test_clearing_and_what_was_taken_reach_all_nodes() -> None:
         lease = world.caches[node].begin_store(world.here(node, keys), "writer", hold_s=100.0)
         world.caches[node].commit(lease)
     assert [cache.holds.chunks for cache in world.caches] == [4, 4]
-    world.nodes.taken(keys)
+    world.nodes.received(keys)
     world.step()
     assert [cache.holds.chunks for cache in world.caches] == [0, 0]
     world.nodes.clear()

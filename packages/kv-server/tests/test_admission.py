@@ -347,7 +347,7 @@ def test_all_of_a_million_tokens_is_found() -> None:
         assert isinstance(read, ReadLease) and read.keys == tuple(keys)
         assert cache.release(read)
         cache.end("r")
-        cache.taken(keys)
+        cache.received(keys)
         cache.forget(keys)
         failed = cache.load(keys, "l")
         assert isinstance(failed, LoadFailed) and failed.missing == tuple(keys)

@@ -38,8 +38,8 @@ from kv_server.peers.wire import (
     PeerHeld,
     PeerHello,
     PeerHolds,
+    PeerReceived,
     PeerStream,
-    PeerTaken,
     frame,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -394,7 +394,7 @@ MESSAGES = [
     Fetch("another namespace", pack_keys(KEYS)),
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
-    PeerTaken(CONTEXT.namespace, pack_keys(KEYS)),
+    PeerReceived(CONTEXT.namespace, pack_keys(KEYS)),
     Offer(CONTEXT.namespace, pack_keys(KEYS), 1),
     Offer("another namespace", pack_keys(key_chain(5, branch="offered")), 0),
 ]
@@ -442,7 +442,7 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         HEADER.pack(10, VERSION + 1) + bytes(10),
         frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
         frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
-        frame(PeerTaken(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(PeerReceived(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS))),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS) + 9)),

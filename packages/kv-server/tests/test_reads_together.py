@@ -40,7 +40,7 @@ def test_what_several_read_is_held_until_one_of_them_says_that_all_have(served: 
     for rank in ranks:
         read(rank)
         assert held() == 3
-    ranks[0].taken(KEYS)
+    ranks[0].received(KEYS)
     until(lambda: held() == 0, 10)
 
     writer.commit(writer.begin_store(longer := key_chain(3, branch="another"), "w", hold_s=30.0))

@@ -54,7 +54,7 @@ REQUESTS: list[wire.Request] = [
     wire.Commit(7),
     wire.Release(7, True),
     wire.Forget(KEYS),
-    wire.Taken(KEYS),
+    wire.Received(KEYS),
     wire.End("holder"),
     wire.Clear(),
     wire.Counts(),

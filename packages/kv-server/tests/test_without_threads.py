@@ -21,7 +21,7 @@ from kv_server.peers import tier as peer_following
 from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
-from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerStream, PeerTaken, Request, unpack_keys
+from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerReceived, PeerStream, Request, unpack_keys
 from kv_server.report import DrainState
 from kv_server.server import CacheServer
 from kv_server.wire import Format
@@ -246,8 +246,8 @@ def test_peers_are_followed_and_told_what_they_need_not_hold_later(
     with threads_left(1, on_refusal=refused.set):  # that which follows all
         tier.follow(lambda chain, first, hold_s: handed_over.append(chain))
         assert refused.wait(10)
-        tier.taken(keys[:1])
+        tier.received(keys[:1])
     until(lambda: handed_over == [keys])
-    tier.taken(keys[1:])
-    until(lambda: len([one for one in fake.asked if isinstance(one, PeerTaken)]) == 2)
-    assert [unpack_keys(one) for one in fake.asked if isinstance(one, PeerTaken)] == [keys[:1], keys[1:]]
+    tier.received(keys[1:])
+    until(lambda: len([one for one in fake.asked if isinstance(one, PeerReceived)]) == 2)
+    assert [unpack_keys(one) for one in fake.asked if isinstance(one, PeerReceived)] == [keys[:1], keys[1:]]

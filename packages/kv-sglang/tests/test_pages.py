@@ -561,11 +561,11 @@ def test_what_was_handed_over_is_kept_until_it_is_read_had_or_computed(make_pool
         come(None)
         come({"do_remote_prefill": False})
         come("do_remote_prefill")
-        requests.taken(names)
+        requests.received(names)
         assert inner.holds.chunks == 7  # of no request that was handed over
         come({"do_remote_prefill": True, "kv_tiers": {"store": True}})
         assert inner.holds.chunks == 6
-        requests.taken(names[:2])  # as SGLang's tree has them
+        requests.received(names[:2])  # as SGLang's tree has them
         assert inner.holds.chunks == 4
         assert store.read(names[2:4], slots(0, 1)) == [True] * 2
         assert inner.holds.chunks == 2
@@ -624,4 +624,4 @@ def test_pages_with_media_are_never_stored_or_found(cache: Cache, make_pool: Mak
     assert store.read(mixed, slots(0, 1, 2, 3)) == [True, True, False, False]
     assert store.held(mixed[2:]) == 0 and store.read(mixed[2:], slots(2, 3)) == [False] * 2
     assert store.trailing(mixed, 1, 8) == [1, 2]
-    store.taken(mixed)
+    store.received(mixed)

@@ -50,7 +50,7 @@ class DictService:
     hold_s, retain_s: what `begin_store` was called with, in order.
     tiers_read, tiers_written: the tiers that `lookup` and `begin_store` were called with, in order.
     tiers: their names.
-    taken_keys: what `taken` was called with, in order.
+    received_keys: what `received` was called with, in order.
     lease_s: its leases do not expire, whatever this says.
     """
 
@@ -70,7 +70,7 @@ class DictService:
     tiers_read: list[Sequence[str] | None] = field(default_factory=list)
     tiers_written: list[Sequence[str] | None] = field(default_factory=list)
     tiers: tuple[str, ...] = (POOL,)
-    taken_keys: list[list[ChunkKey]] = field(default_factory=list)
+    received_keys: list[list[ChunkKey]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
@@ -153,8 +153,8 @@ class DictService:
     def measured(self, samples: Sequence[Measured]) -> None:
         self.samples += samples
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
-        self.taken_keys.append(list(keys))
+    def received(self, keys: Sequence[ChunkKey]) -> None:
+        self.received_keys.append(list(keys))
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

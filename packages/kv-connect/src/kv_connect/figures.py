@@ -46,7 +46,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "stores_failed": Figure("counter", "Stores that were abandoned."),
     "dropped_chunks": Figure("counter", "Chunks that were not stored because too many bytes were already in flight."),
     "handovers_given": Figure("counter", "Requests whose prompt was stored for another engine to continue from."),
-    "handovers_taken": Figure(
+    "handovers_received": Figure(
         "counter", "Requests whose prompt another engine had computed, according to their proxy."
     ),
     "handovers_late": Figure(
@@ -88,7 +88,7 @@ class SchedulerCounts:
     loads_failed_in_a_row: int = 0
     loads_refused: int = 0
     handovers_given: int = 0
-    handovers_taken: int = 0
+    handovers_received: int = 0
     handovers_late: int = 0
     states_refused: int = 0
     hints: int = 0

@@ -79,7 +79,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PromptTaken:
-    """See `CacheService.taken`."""
+    """See `CacheService.received`."""
 
     prompt: PromptKeys
 
@@ -243,7 +243,7 @@ class _Query:
 class NodesCache:
     """A `CacheService`. Not thread-safe: it belongs to the scheduler's thread.
 
-    Lookups, promises, `taken` and `clear` are for all nodes; everything else is for this one, as each worker has its
+    Lookups, promises, `received` and `clear` are for all nodes; everything else is for this one, as each worker has its
     own node's cache.
     """
 
@@ -356,8 +356,8 @@ class NodesCache:
         if query is not None and query.was_sent:
             self._to_send.append(End(holder))
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
-        self._local.taken(self._keys_here(keys))
+    def received(self, keys: Sequence[ChunkKey]) -> None:
+        self._local.received(self._keys_here(keys))
         if keys:
             self._to_send.append(PromptTaken(PromptKeys.of(keys, self._keys_per_chunk)))
 
@@ -507,7 +507,7 @@ class NodeAgent:
                 self._pending.pop(holder, None)
                 cache.end(holder)
             case PromptTaken(prompt):
-                cache.taken(prompt.keys(len(shape.groups), self._shards))
+                cache.received(prompt.keys(len(shape.groups), self._shards))
             case Clear():
                 cache.clear()
         return []

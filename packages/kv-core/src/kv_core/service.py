@@ -284,7 +284,7 @@ class CacheService(Protocol):
     def measured(self, samples: Sequence[Measured]) -> None:
         """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """The request for which these chunks were handed over has a lease on those that it loads: end the holds that
         `begin_store` put on them, here and on other hosts. A hint: if it is lost, the holds end by their deadline.
         """

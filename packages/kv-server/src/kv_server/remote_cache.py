@@ -346,11 +346,11 @@ class RemoteCache:
             if self._is_watched and not self._closed:
                 self._link.tell(wire.MeasuredSamples(list(samples[: wire.MAX_ALLOCATED])))
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """No round trip: it is not answered."""
         with self._lock:
             for at in range(0, 0 if self._closed else len(keys), wire.MAX_KEYS):
-                self._link.tell(wire.Taken(wire.pack_keys(keys[at : at + wire.MAX_KEYS])))
+                self._link.tell(wire.Received(wire.pack_keys(keys[at : at + wire.MAX_KEYS])))
 
     def clear(self) -> None:
         with self._lock:

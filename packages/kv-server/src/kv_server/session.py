@@ -151,8 +151,8 @@ class Session:
                 _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
                 self.cache.measured(samples)
                 return None
-            case wire.Taken(keys):
-                self.cache.taken(keys.unpack())
+            case wire.Received(keys):
+                self.cache.received(keys.unpack())
                 return None
             case wire.Clear():
                 self.cache.clear()

@@ -25,7 +25,7 @@ from kv_server.report import DirectoryState, Registration, ReloadReport, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 11
+VERSION: Final = 12
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -58,7 +58,7 @@ REPEATS_LOOKUPS: Final = "repeats_lookups"
 """Another process of the engine looks the same prompts up, as other ranks of SGLang do."""
 READS_TOGETHER: Final = "reads_together"
 """Other processes of the engine read the same chunks. So no read of theirs ends a hold: one of them says when all have
-read (`taken`)."""
+read (`received`)."""
 
 
 @lru_cache(64)
@@ -251,7 +251,7 @@ class MeasuredSamples(Message, tag="measured"):
     samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
-class Taken(Message, tag="taken"):
+class Received(Message, tag="received"):
     """Chunks that were held for another engine and are no longer needed. Not answered."""
 
     keys: Keys
@@ -272,7 +272,7 @@ class ChangesSince(Message, tag="changes_since"):
 
 
 Watched = Allocated | MeasuredSamples
-Stored = BeginStore | Commit | Release | Forget | Taken
+Stored = BeginStore | Commit | Release | Forget | Received
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
 Asked = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
 Request = Hello | Register | Unregister | Registered | Asked | Verb

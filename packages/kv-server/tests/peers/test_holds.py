@@ -76,7 +76,7 @@ def read_repeatedly(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 
 def take_repeatedly(cache: LocalCache, keys: list[ChunkKey]) -> None:
-    cache.taken([*keys, *keys])
+    cache.received([*keys, *keys])
 
 
 @pytest.mark.parametrize("reader", [read_repeatedly, take_repeatedly])
@@ -105,14 +105,14 @@ def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_
     clock = HandClock()
     cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     hand_over(cache, KEYS[:2])
-    cache.taken([*KEYS, *key_chain(1, branch="nobody's")])
+    cache.received([*KEYS, *key_chain(1, branch="nobody's")])
     assert cache.holds.chunks == 0
     hand_over(cache, KEYS)
     assert cache.holds.chunks == 1
     clock.advance(31)
     hand_over(cache, KEYS)
     assert cache.holds.chunks == 3
-    cache.taken(KEYS)
+    cache.received(KEYS)
     crowd(cache)
     assert held(cache, KEYS) == 0
     hand_over(cache, KEYS)  # in other slots or the same, they are stored anew
@@ -327,7 +327,7 @@ def retain(cache: LocalCache, keys: list[ChunkKey], retain_s: float = 30.0, hold
     cache.commit(cache.begin_store(keys, "w", retain_s=retain_s, hold_s=hold_s))
 
 
-@pytest.mark.parametrize("reader", [read, read_as_peer, lambda cache, keys: cache.taken(keys)])
+@pytest.mark.parametrize("reader", [read, read_as_peer, lambda cache, keys: cache.received(keys)])
 def test_what_is_retained_stays_however_often_it_is_read(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
     clock = HandClock()
     cache = cache_of(16, clock=clock, extensions=[PeerSide()])

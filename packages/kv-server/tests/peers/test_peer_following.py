@@ -23,8 +23,8 @@ from kv_server.peers.wire import (
     Followed,
     Given,
     PeerHeld,
+    PeerReceived,
     PeerStream,
-    PeerTaken,
     Request,
     unpack_keys,
 )
@@ -111,7 +111,7 @@ def test_each_step_of_a_prompt_is_fetched_before_anybody_asks_and_is_kept_here_i
     assert (lane.loaded, lane.absent) == (4, 0)
     plan = cache.lookup(KEYS, "request")
     assert plan.chunks == 4 and set(plan.tiers) == {"peers"}
-    cache.taken(KEYS)
+    cache.received(KEYS)
     assert cache.holds.chunks == 0
 
 
@@ -139,7 +139,7 @@ def test_what_the_reader_needs_no_more_is_kept_no_longer_whether_it_follows_or_n
     cache = reader(ending, address_of(peer), follow=False)
     hand_over(writer, KEYS)
     assert kept(peer) == 4
-    cache.taken(KEYS[:3])
+    cache.received(KEYS[:3])
     until(lambda: kept(peer) == 1)
     assert has(cache, KEYS) == 0
 
@@ -149,7 +149,7 @@ def test_peers_that_are_slow_to_hear_what_is_not_needed_delay_no_lookup(ending: 
     over = threading.Event()
 
     def hears_late(stream: PeerStream, request: Request) -> None:
-        assert isinstance(request, PeerTaken)
+        assert isinstance(request, PeerReceived)
         assert over.wait(60)
         stream.send_message(PeerHeld(b"", None), time.monotonic() + 10)
 
@@ -162,8 +162,8 @@ def test_peers_that_are_slow_to_hear_what_is_not_needed_delay_no_lookup(ending: 
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     ending.callback(over.set)
-    tier.taken(KEYS)
-    until(lambda: sum(any(isinstance(request, PeerTaken) for request in peer.asked) for peer in peers) > 16)
+    tier.received(KEYS)
+    until(lambda: sum(any(isinstance(request, PeerReceived) for request in peer.asked) for peer in peers) > 16)
     found: list[list[bool]] = []
     lookup = threading.Thread(target=lambda: found.append(tier.holds(KEYS)), daemon=True)
     lookup.start()

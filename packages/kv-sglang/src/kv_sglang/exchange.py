@@ -134,7 +134,7 @@ class Exchange:
     def release_pages(self, hashes: Sequence[str], *, given_by: str = "") -> None:
         """The engine has these pages: they need not be held for it. given_by: as for `get`."""
         if keys := self._store.keys(hashes, given_by):
-            self._store.cache.taken(keys)
+            self._store.cache.received(keys)
 
     def close(self) -> None:
         """Release the pool's memory. No copy may be in flight."""

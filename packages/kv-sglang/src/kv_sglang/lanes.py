@@ -170,7 +170,7 @@ class LoadLane:
             self._store.cache.end(holder)
             return False
         self._taken[request] = _AdmittedLoad(lease, holder, indices, tiers)
-        self._store.taken(hashes)
+        self._store.received(hashes)
         return True
 
     def give_back(self, request: str) -> bool:

@@ -251,7 +251,7 @@ class PageStore:
             finally:
                 self.cache.end(reader)
         self.end_promises(keys)
-        self.taken(hashes[:good])
+        self.received(hashes[:good])
         return [number < good for number in range(requested)]
 
     def end_promises(self, read: Iterable[ChunkKey]) -> None:
@@ -286,7 +286,7 @@ class PageStore:
             # One call takes only so many keys: the head of a longer prompt may be evicted by its own tail.
             in_front = [*before, *hashes[:first]][max(0, len(before) + last - MAX_KEYS) :]
             answers += self._write(hashes[first:last], slots[first:last], in_front, copier, options)
-        self.taken(hashes)
+        self.received(hashes)
         return answers + [False] * (len(hashes) - storable)
 
     def _write(
@@ -352,13 +352,13 @@ class PageStore:
         for _, binding in every:
             binding.unbind()
 
-    def taken(self, hashes: Sequence[str]) -> None:
+    def received(self, hashes: Sequence[str]) -> None:
         """The engine has these pages, or a lease on them: end the holds of those that were handed over."""
-        self._requests.taken(hashes)
+        self._requests.received(hashes)
 
     def _notify_taken(self, hashes: Sequence[str]) -> None:
         if keys := self.keys(named_pages(hashes)):
-            self.cache.taken(keys)
+            self.cache.received(keys)
 
     def _controls(self, hashes: Sequence[str]) -> Controls:
         """The controls of the request whose prompt ends with these pages."""

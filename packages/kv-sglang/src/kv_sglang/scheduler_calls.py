@@ -200,7 +200,7 @@ class _Page:
     after: Controls
 
 
-Taken = Callable[[Sequence[str]], object]
+Received = Callable[[Sequence[str]], object]
 """Called with the hashes of pages that another engine handed over and that need not be held any more."""
 
 Arrived = Callable[[Any, Any], object]
@@ -219,7 +219,7 @@ class RequestPages:
 
     A proxy that has had a prompt computed by another engine sets `do_remote_prefill` there, as in vLLM's
     `kv_transfer_params`. The cache holds these pages until this engine has read them. Pages that it will not read,
-    because it has them or computes them after all, are released by `Taken`.
+    because it has them or computes them after all, are released by `Received`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class RequestPages:
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()
-        self.listeners: list[Taken] = []
+        self.listeners: list[Received] = []
         self.arrivals: list[Arrived] = []
 
     def note(
@@ -305,7 +305,7 @@ class RequestPages:
     def awaits_any(self) -> bool:
         return bool(self._awaited)
 
-    def taken(self, pages: Sequence[str]) -> None:
+    def received(self, pages: Sequence[str]) -> None:
         """The engine has these pages: end the holds of those that were handed over to it."""
         if not self._awaited:
             return
@@ -361,7 +361,7 @@ def _around_arrival(call: Any) -> Any:
                 if pages.awaits_any:  # SGLang does not query its storage for pages that it has
                     own = hashes_of(req, self.tree_cache)
                     matched = int(req.prefix_len) + int(req.host_hit_length)
-                    pages.taken(own[: matched // self.tree_cache.page_size])
+                    pages.received(own[: matched // self.tree_cache.page_size])
             except Exception:  # noqa: BLE001  # they stay held until their time is over
                 _log.exception("pages that request %s already has stay protected for it", req.rid)
         return answer

@@ -39,7 +39,7 @@ _OF_SCHEDULER: Final = (
     "loads_refused",
     "states_refused",
     "handovers_given",
-    "handovers_taken",
+    "handovers_received",
     "handovers_late",
     "hints",
     "hints_rejected",

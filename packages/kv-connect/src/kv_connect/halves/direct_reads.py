@@ -83,7 +83,7 @@ class DirectReads:
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         return None
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         return None
 
     def detach(self) -> None:

@@ -303,7 +303,7 @@ class SchedulerHalf:
                     self.costs.chose(to_load=tracked.pays)
             offered = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
         if self._handovers.is_taken(request, tracked):
-            self._service.taken(self._prompt_keys(request, tracked))
+            self._service.received(self._prompt_keys(request, tracked))
         if offered < worthwhile:
             self._move(request.request_id, tracked, RequestEvent.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
@@ -692,7 +692,7 @@ class SchedulerHalf:
         if not tracked.is_counted:
             tracked.is_counted = True
             if request.controls.awaits_tokens:
-                self.counts.handovers_taken += 1
+                self.counts.handovers_received += 1
                 self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
             self.counts.asked_tokens += max(0, usable - computed_tokens)

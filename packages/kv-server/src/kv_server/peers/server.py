@@ -203,7 +203,7 @@ class PeerServer:
 
     def _answer(
         self,
-        request: wire.PeerHolds | wire.Follow | wire.PeerTaken | wire.Offer | wire.Sum | wire.List,
+        request: wire.PeerHolds | wire.Follow | wire.PeerReceived | wire.Offer | wire.Sum | wire.List,
         found: FoundCache,
     ) -> wire.Answer:
         match request:
@@ -211,9 +211,9 @@ class PeerServer:
                 return self._held(wire.unpack_keys(request), found)
             case wire.Follow():
                 return self._followed(request, found)
-            case wire.PeerTaken():
+            case wire.PeerReceived():
                 if found is not None:
-                    found[1].taken(wire.unpack_keys(request))
+                    found[1].received(wire.unpack_keys(request))
                 return wire.PeerHeld(b"", None)
             case wire.Offer():
                 return self._offered(request, found)

@@ -95,7 +95,7 @@ class PeerReads:
             self.contents = Contents(self.holds, sources)
         return self.contents
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """These need no longer be held for another engine."""
         with self._host.lock:
             self._host.check_open()
@@ -260,7 +260,7 @@ class PeerSide:
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         self.handed_over.announce(chain, first, until_s)
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """Nothing to do: the tier of the other hosts tells them."""
 
     def detach(self) -> None:

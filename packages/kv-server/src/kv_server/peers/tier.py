@@ -87,7 +87,7 @@ class Following:
         """Follow all peers from now on."""
         self._run(self._follow_all, "kv-peers-follow")
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """Notify all peers that are up. If too many messages are waiting, this one is dropped, and the holds there
         expire.
         """
@@ -162,9 +162,9 @@ class Following:
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
-            message = wire.PeerTaken(self._namespace, pack_keys(keys))
+            message = wire.PeerReceived(self._namespace, pack_keys(keys))
 
-            def send(peer: Peer, message: wire.PeerTaken = message) -> None:
+            def send(peer: Peer, message: wire.PeerReceived = message) -> None:
                 peer.ask(message, wire.PeerHeld, self._answer_s)
 
             self._hosts.each(peers, send, in_background=True)
@@ -411,9 +411,9 @@ class PeersTier:
             self._on_handed_over = on_handed_over
             self._following.start()
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """Other hosts need no longer hold these chunks."""
-        self._following.taken(keys)
+        self._following.received(keys)
 
     def takers(self) -> list[PeerTaker]:
         """The hosts that are up. It may block."""

@@ -10,7 +10,7 @@ that they are unprotected:
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
                 that are in the processor's cache, while they are sent
     Follow  ->  Followed, as soon as there is something to report
-    PeerTaken   ->  PeerHeld, of no keys
+    PeerReceived   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
     Sum     ->  Summed: checksums of what is here, for the directory (`directory`)
     List    ->  Listed: names of what is here, of some shards
@@ -156,7 +156,7 @@ class Followed(Message, tag="followed"):
     cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
 
 
-class PeerTaken(Message, tag="taken"):
+class PeerReceived(Message, tag="received"):
     """These need no longer be held for the engine that they were handed over to."""
 
     namespace: Namespace
@@ -289,7 +289,9 @@ class PeerRefused(Message, tag="refused"):
     text: Text
 
 
-Request = PeerHello | PeerHolds | Fetch | Follow | PeerTaken | Sum | List | Offer | PeerStore | PeerForget | PeerClear
+Request = (
+    PeerHello | PeerHolds | Fetch | Follow | PeerReceived | Sum | List | Offer | PeerStore | PeerForget | PeerClear
+)
 Answer = PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerWanted | PeerStored | PeerRefused
 
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
@@ -309,7 +311,7 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
-def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer | PeerStore | PeerForget) -> list[ChunkKey]:
+def unpack_keys(request: PeerHolds | Fetch | PeerReceived | Given | Offer | PeerStore | PeerForget) -> list[ChunkKey]:
     """Raises `InputError`: there are too many, or they are not keys of this release."""
     keys = request.keys.unpack()
     max_keys = MAX_FETCHED if isinstance(request, Fetch | PeerStore) else MAX_ASKED

@@ -57,7 +57,7 @@ class Extension(Protocol):
         first one. Not all from there on need be held.
         """
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         """Another engine has what it needs of these chunks, so nobody need hold them for it any more."""
 
     def detach(self) -> None:

@@ -387,12 +387,12 @@ class LocalCache:
         if self.events.on_requests:
             self.events.publish(events.EngineMeasured(samples))
 
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
+    def received(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
             self._host.check_open()
             self.holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
         for extension in self.extensions:
-            extension.taken(keys)
+            extension.received(keys)
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
