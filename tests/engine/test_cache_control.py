@@ -1,4 +1,5 @@
-"""Anthropic's marks at real vLLM's server: what is marked outlives what fills the pool, what is not marked does not."""
+"""Anthropic's marks and KV hints at real vLLM's server: what is marked outlives what fills the pool, what is not marked
+does not."""
 
 import json
 import random
@@ -43,8 +44,10 @@ def prompt(name: str) -> str:
     return " ".join(f"w{chance.randrange(100)}" for _ in range(WORDS))
 
 
-def found(url: str, endpoint: str, text: str, mark: dict[str, str] | None = None) -> tuple[str, int]:
-    """The answer, and how many of its prompt's tokens were loaded."""
+def found(
+    url: str, endpoint: str, text: str, mark: dict[str, str] | None = None, hint: dict[str, Any] | None = None
+) -> tuple[str, int]:
+    """The answer, and how many of its prompt's tokens were loaded. hint: an action; it has to be accepted."""
 
     def tokens() -> int:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
@@ -56,14 +59,29 @@ def found(url: str, endpoint: str, text: str, mark: dict[str, str] | None = None
         model = json.load(answer)["data"][0]["id"]
     part: dict[str, Any] = {"type": "text", "text": text} | ({} if mark is None else {"cache_control": mark})
     request = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0}
+    if hint is not None:
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": [hint]}
+        request["kv_transfer_params"] = {"kv_tiers": {"hints": hints}}
     before = tokens()
     asked = urllib.request.Request(
         f"{url}/v1/{endpoint}", json.dumps(request).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(asked, timeout=120) as answer:
         body = json.load(answer)
+    if hint is not None:
+        assert [one["outcome"] for one in body["kv_transfer_params"]["kv_hints"]["outcomes"]] == ["accepted"]
     said = body["content"][0]["text"] if endpoint == "messages" else body["choices"][0]["message"]["content"]
     return said, tokens() - before
+
+
+def test_what_a_hint_retains_is_found_after_others_have_filled_the_pool(url: str) -> None:
+    hint = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_seconds": 600}}
+    text = prompt("hinted")
+    first, cold = found(url, "chat/completions", text, hint=hint)
+    for number in range(30):
+        found(url, "chat/completions", prompt(f"hinted {number}"))
+    again, warm = found(url, "chat/completions", text)
+    assert cold == 0 and again == first and warm >= 128
 
 
 @pytest.mark.parametrize("endpoint", ["messages", "chat/completions"])

@@ -9,8 +9,9 @@ from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.request_options import Controls
 from kv_core.hashing import ChainScheme
-from kv_core.keys import KeySpace
+from kv_core.keys import ChunkKey, KeySpace
 from kv_core.sequence import KeySequence
+from kv_core.service import Ended, LookupPlan
 from kv_core.shape import ConnectShape, GroupShape
 from kv_testing.connect import DictCopier, DictService
 
@@ -149,3 +150,29 @@ def test_lookups_and_their_tokens_are_counted_once_a_request(halves: Halves) -> 
     assert halves.scheduler.match(request, 10) == 6
     assert halves.scheduler.sources("asks often") == {"dict": 6}  # beyond what the engine has itself
     assert halves.scheduler.sources("nobody") == {}
+
+
+def test_only_a_few_prompts_are_looked_up_before_the_engine_asks() -> None:
+    """However many requests with hints arrive at once."""
+    asked: list[str] = []
+
+    class SlowService(DictService):
+        def lookup(self, keys: Sequence[ChunkKey], holder: str, **options: object) -> LookupPlan:
+            asked.append(holder)
+            return LookupPlan(holder, 0, Ended.PENDING, ())
+
+    scheduler = SchedulerHalf(SlowService(), SHAPE, name="e")
+
+    def step() -> list[str]:
+        asked.clear()
+        scheduler.build_step([])
+        return asked
+
+    for number in range(9):
+        scheduler.prefetch(RequestTokens(f"{number}", [90 + number, *PROMPT], keep_tokens=18))
+    names = [f"e/{number}/prefetch" for number in range(9)]
+    assert asked == names[:4] and step() == names[:4]
+    scheduler.finished("1")
+    assert step() == [names[0], *names[2:5]]
+    scheduler.close()
+    assert step() == [] and scheduler.tracked_phases() == {}

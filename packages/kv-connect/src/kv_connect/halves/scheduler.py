@@ -319,17 +319,17 @@ class SchedulerHalf:
         """Have lower tiers' chunks of a request that has just arrived promoted, whether or not that pays. Their leases
         end with the promotion: until the request is matched they are chunks like others."""
         self._prefetched[request.request_id] = request
-        self._go_on_prefetching()
+        if len(self._prefetched) <= _MAX_PREFETCHES:
+            self._go_on_prefetching(request)
 
-    def _go_on_prefetching(self) -> None:
+    def _go_on_prefetching(self, request: RequestTokens) -> None:
         if self._space is None or not self._shape.loads:
             return
-        for request in list(islice(self._prefetched.values(), _MAX_PREFETCHES)):
-            keys, tiers = self._prompt_keys(request, self._track(request)), request.controls.tiers
-            holder = self._holder(request.request_id) + _PREFETCH
-            plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
-            if plan.ended is not Ended.PENDING:
-                self._end_prefetch(request.request_id)
+        keys, tiers = self._prompt_keys(request, self._track(request)), request.controls.tiers
+        holder = self._holder(request.request_id) + _PREFETCH
+        plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
+        if plan.ended is not Ended.PENDING:
+            self._end_prefetch(request.request_id)
 
     def _end_prefetch(self, request_id: str) -> None:
         if self._prefetched.pop(request_id, None) is not None:
@@ -429,7 +429,8 @@ class SchedulerHalf:
 
         trial: as in `StepPlan`.
         """
-        self._go_on_prefetching()
+        for request in list(islice(self._prefetched.values(), _MAX_PREFETCHES)):
+            self._go_on_prefetching(request)
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
         plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
