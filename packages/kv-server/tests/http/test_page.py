@@ -21,8 +21,10 @@ from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerProcess, launch, wire
 from kv_server.connection import ask_server
-from kv_testing.http import store
+from kv_server.http import timeline
+from kv_testing.http import Served, store
 from kv_testing.servers import free_port
+from kv_testing.service_contract import CHUNK_BYTES as SMALL_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
 
@@ -237,6 +239,42 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
         ask_server(server.socket, wire.Freeze(is_frozen))
         until(lambda is_frozen=is_frozen: ("frozen: stores nothing new" in browser.text()) == is_frozen)
     server.stop()
+
+
+def test_it_draws_the_history_that_the_server_keeps(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(timeline, "SAMPLE_S", 0.05)
+    served = Served()
+    request.addfinalizer(served.close)
+    browser.complaints.clear()
+    browser.look(1400, 1000)
+    browser.go(served.http.url)
+    until(lambda: "30 days" in browser.text())
+    until(lambda: browser.value("past?.starts_s.length > 0"))
+    cache = served.join()
+    store(cache, 6)
+    keys = key_chain(8)
+    assert cache.lookup(keys, "r").chunks == 6
+    lease = cache.load(keys[:6], "r")
+    assert isinstance(lease, ReadLease)
+    cache.release(lease)
+    for name, shown in (("day", "1 d 0 h"), ("month", "30 d 0 h"), ("hour", "1 h 0 min")):
+
+        def label(name: str = name) -> str:
+            browser.value(f"document.querySelector('#spans [value={name}]').click()")
+            return str(browser.value("document.querySelector('#history svg')?.getAttribute('aria-label')"))
+
+        loaded = browser.value(f"bytes({6 * SMALL_BYTES})")
+        told = f"In the last {shown}: hit ratio 75.0 %, {loaded} loaded, {loaded} stored"
+        until(lambda told=told, label=label: label() == told, 20)
+        assert browser.value("document.querySelector('#spans [aria-pressed=true]').value") == name
+        bars = "[...document.querySelectorAll('#history .{}')].map(bar => +bar.getAttribute('height')).join()"
+        for kind in ("loaded", "stored"):
+            assert sum(map(float, browser.value(bars.format(kind)).split(","))) > 0
+        assert browser.value("document.querySelectorAll('#history .ratio').length") == 1
+    assert browser.complaints == []
+    cache.close()
 
 
 def test_chunks_of_several_groups_of_layers_are_counted_once_in_every_row(browser: Browser, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kv_server.caches import set_quotas
 from kv_server.engine_loads import EngineEstimate, EngineLoads, ServedSpace, estimate
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.relay import FormatSelector, Relay, check_opened, select_caches
+from kv_server.http.timeline import SPANS, Past
 from kv_server.peers.side import peer_side
 from kv_server.report import DrainState, ReloadReport, Report
 from kv_server.server import CacheServer
@@ -54,16 +55,23 @@ def state_operations(relay: Relay) -> list[Operation]:
             raise Problem(503, f"{report.opening} caches are being opened; ask again soon", {"retry-after": "1"})
         return Ready(True)
 
+    async def history(span: str) -> Past:
+        if span not in SPANS:
+            raise Problem(404, f"no history of a {span[:100]!r}; there are those of {', '.join(SPANS)}")
+        return relay.timeline.past(span)
+
     async def metrics() -> Response:
         known[:] = (await relay.caches()).values()
         text, media_type = await relay.call(counted.exposition)
         return Response(text, headers={"content-type": media_type})
 
     about = "The server, its sessions, and each cache's counts and tiers"
+    past = "What was looked up, loaded and stored during the last hour, day or month"
     return [
         Operation("GET", "/healthz", "Whether the process is alive", healthz, Alive),
         Operation("GET", "/readyz", "Whether clients are served; if not, why", readyz, Ready, failures=(503,)),
         Operation("GET", "/status", about, relay.report, Report, failures=(503,)),
+        Operation("GET", "/history/{span}", past, history, Past, failures=(404,)),
         Operation("GET", "/metrics", "Counters and gauges for Prometheus", metrics, Response, failures=(503,)),
     ]
 

@@ -20,7 +20,9 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.threads import join_all, start_thread
 from msgspec import UNSET, Meta, UnsetType
 
+from kv_server.http import timeline
 from kv_server.http.operation import Problem
+from kv_server.http.timeline import Timeline
 from kv_server.report import Report
 from kv_server.server import CacheServer
 from kv_server.wire import Format
@@ -140,6 +142,7 @@ class Relay:
     def __init__(self, server: CacheServer) -> None:
         self.server = server
         self.jobs = PrefixJobs()
+        self.timeline = Timeline()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
         self._asked_s = 0.0
@@ -155,6 +158,19 @@ class Relay:
             return await _in_time(self._report, ANSWER_S)
         except TimeoutError:
             raise _timeout_problem() from None
+
+    async def keep_timeline(self) -> None:
+        """Add to the timeline until this is cancelled."""
+        while True:
+            await asyncio.sleep(timeline.SAMPLE_S)
+            try:
+                report = await self.report()
+            except Problem:  # the server does not answer now
+                continue
+            except Exception:  # noqa: BLE001  # whatever it is, the next report may come
+                _log.exception("a report for the history hit a bug")
+                continue
+            self.timeline.add(report, self.server.bus.wall_s(self.server.bus.now_s()))
 
     async def on_server(self, work: Callable[[CacheServer], T]) -> T:
         """The result of `work` on the server, on the serving thread: it must be quick. Raises `Problem`: as for

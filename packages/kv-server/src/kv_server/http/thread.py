@@ -292,9 +292,12 @@ class HttpThread:
         assert self._server is not None
         # We accept connections ourselves: uvicorn takes any number, and asyncio logs and spins when out of descriptors.
         accepting = self._accepting = _HttpListener(self._listener, self._server)
+        assert self._relay is not None
+        keeping = asyncio.get_running_loop().create_task(self._relay.keep_timeline())
         try:
             await self._server.serve(sockets=[])
         finally:
+            keeping.cancel()
             accepting.close_now()
 
 
