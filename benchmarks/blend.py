@@ -4,8 +4,9 @@ others wait.
     .venvs/vllm/bin/python benchmarks/blend.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--json]
     PYTHONPATH=tests/engine_sglang/standins .venvs/sglang/bin/python benchmarks/blend.py --engine sglang --model …
 
-A prompt is eight documents of drawn tokens, in an order that no request had before, and a question. One engine computes
-each prompt whole (nothing is loaded for it), and blended. Every row is judged against full prefill in the same run.
+A prompt is eight documents of drawn tokens, in an order that no request had before, and a question; or a conversation
+of which a part was dropped. One engine computes each prompt whole (nothing is loaded for it), and blended. Every row is
+judged against full prefill in the same run.
 """
 
 import sys
@@ -174,6 +175,31 @@ def measure_first_tokens(asked: Asked | AskedSGLang, rounds: int) -> list[Row]:
     return rows
 
 
+def measure_edits(asked: Asked | AskedSGLang, rounds: int) -> list[Row]:
+    """A conversation of which a quarter, behind the system prompt, was dropped."""
+    from kv_blend import edited, request_fields
+    from kv_blend.plan import FIELDS
+
+    rows = []
+    for length in TIMED[asked.engine]:
+        draw = random.Random(length)
+        whole, blended = [], []
+        for number in range(rounds):
+            progress(f"an edit of {length} tokens, round {number + 1} of {rounds}")
+            system, dropped, kept, question = (
+                [draw.randrange(1000, 40000) for _ in range(count)]
+                for count in (length // 8, length // 4, length * 5 // 8, 20)
+            )
+            before, now = system + dropped + kept, system + kept + question
+            asked.ask([Prompt(before, {FIELDS[asked.engine]: {}})])
+            whole.append(asked.ask([Prompt(now, {FIELDS[asked.engine]: WHOLE})]))
+            blended.append(asked.ask([Prompt(now, request_fields(**edited(before, now), engine=asked.engine))]))
+        full, taken = statistics.median(whole), statistics.median(blended)
+        name = f"first token of a conversation of {length} tokens without a quarter of them, first 15 %"
+        rows.append(Row(name, taken, "s", full, taken / full, None, True))
+    return rows
+
+
 def measure_many(asked: Asked) -> list[Row]:
     rows = []
     texts = Texts(2048, asked.engine)
@@ -201,9 +227,12 @@ def main() -> int:
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     if chosen.engine == "sglang":
         os.environ["KV_BENCHMARKS_ATTEND_ONLY_TO_QUERIES"] = "1"  # as attention does where there is a GPU
-        return report(measure_first_tokens(AskedSGLang(chosen.model), chosen.rounds), as_json=chosen.json)
+        on_sglang = AskedSGLang(chosen.model)
+        rows = measure_first_tokens(on_sglang, chosen.rounds) + measure_edits(on_sglang, chosen.rounds)
+        return report(rows, as_json=chosen.json)
     asked = Asked(chosen.model)
-    return report(measure_first_tokens(asked, chosen.rounds) + measure_many(asked), as_json=chosen.json)
+    rows = measure_first_tokens(asked, chosen.rounds) + measure_edits(asked, chosen.rounds) + measure_many(asked)
+    return report(rows, as_json=chosen.json)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
     .venvs/vllm/bin/python benchmarks/blend_quality.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--json]
 
 Documents are texts of this repository with a fact each, in an order that no request had before. Questions are about one
-of them (`inside`), about two (`across`), or ask for a summary (`open`). Full prefill answers each first. Then each way
-of blending is given the same prompt and has to say the same tokens, so that the engine's own probabilities can be
-compared at every token: KL is full prefill's divergence from the blended distribution over full prefill's twenty
-likeliest tokens, and an answer is equal if each of its tokens is the likeliest. Of `inside` and `across` only what full
-prefill answers rightly counts.
+of them (`inside`), about facts in two of them (`across`; the words between the facts are given), or ask for a summary
+(`open`). Full prefill answers each first. Then each way of blending is given the same prompt and has to say the same
+tokens, so that the engine's own probabilities can be compared at every token: KL is full prefill's divergence from the
+blended distribution over full prefill's twenty likeliest tokens, and an answer is equal if each of its tokens is the
+likeliest. Of `inside` and `across` only what full prefill answers rightly counts.
+
+Documents end where a block of vLLM's does, so that all questions about them share their KV in vLLM's own prefix cache.
 """
 
 import sys
@@ -21,9 +23,10 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,8 @@ from benchmarks._child import progress
 from benchmarks._report import parser
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS, DOCUMENT_TOKENS = 4, 256
+DOCUMENTS, DOCUMENTS_TOKENS = 4, 1152
+"""How many are in a prompt, and how many tokens that is with the system prompt."""
 SYSTEM = "You are an assistant. Answer from these documents.\n\n"
 ANIMALS = ("fox", "otter", "heron", "badger", "lynx", "crane", "beaver", "falcon")
 COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "violet")
@@ -46,6 +50,11 @@ class Way:
     options: dict[str, Any]
     is_moved: bool = True
     layer: int | None = 1
+
+    @property
+    def tenant(self) -> str:
+        """Apart from those whose plans are equal."""
+        return f"{self.is_moved} {self.layer}"
 
 
 WAYS = {
@@ -63,8 +72,8 @@ WAYS = {
     "drawn 30 %": Way({"share": 0.3, "select": "deviation"}, layer=None),
     "everything": Way({"share": 1.0}),
 }
-TOKENS = {"inside": 5, "across": 14, "open": 24}
-"""Of an answer, by the kind of its question."""
+TOKENS = {"inside": 5, "across": 5, "open": 24}
+"""Of an answer, or of each of its facts, by the kind of its question."""
 WHOLE = {"kv_transfer_params": {"kv_tiers": {"load": False, "store": False}}}
 Distribution = dict[int, float]
 
@@ -92,26 +101,39 @@ class Asked:
     def __init__(self, model: str, **arguments: Any) -> None:
         from benchmarks._forced import Forced
 
-        self.llm = _engines.blending(model, skip_tokenizer_init=False, logits_processors=[Forced], **arguments)
+        self.llm = _engines.blending(
+            model, skip_tokenizer_init=False, logits_processors=[Forced], enable_prefix_caching=True, **arguments
+        )
+        assert DOCUMENTS_TOKENS % self.llm.llm_engine.vllm_config.cache_config.block_size == 0
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def ask(
-        self, tokens: list[int], fields: dict[str, Any], new_tokens: int, forced: list[int] | None = None
-    ) -> tuple[list[int], list[Distribution]]:
-        """The answer, and each token's distribution as log-probabilities of the twenty likeliest."""
+        self, prompts: "list[Asking]", fields: Callable[[int], dict[str, Any]], forced: list[list[int]] | None = None
+    ) -> list[tuple[list[int], list[Distribution]]]:
+        """The answer to each, and each token's distribution as log-probabilities of the twenty likeliest. fields: of a
+        request with so many tokens."""
         from vllm import SamplingParams, TokensPrompt
 
-        extra = {"kv_transfer_params": fields["kv_transfer_params"]} | ({"forced": forced} if forced else {})
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=20, extra_args=extra)
-        salt = {"cache_salt": fields["cache_salt"]} if "cache_salt" in fields else {}
-        (output,) = self.llm.generate([TokensPrompt(prompt_token_ids=tokens, **salt)], sampling, use_tqdm=False)
-        said = output.outputs[0]
-        report = (output.kv_transfer_params or {}).get("kv_blend", {})
-        assert "refused" not in report, report
-        return list(said.token_ids), [{each: chance.logprob for each, chance in at.items()} for at in said.logprobs]
+        inputs, samplings = [], []
+        for number, each in enumerate(prompts):
+            its = fields(len(each.tokens))
+            extra = {"kv_transfer_params": its["kv_transfer_params"]} | ({"forced": forced[number]} if forced else {})
+            samplings.append(
+                SamplingParams(temperature=0, max_tokens=each.answer, ignore_eos=True, logprobs=20, extra_args=extra)
+            )
+            salt = {"cache_salt": its["cache_salt"]} if "cache_salt" in its else {}
+            inputs.append(TokensPrompt(prompt_token_ids=each.tokens, **salt))
+        answers = []
+        for output in self.llm.generate(inputs, samplings, use_tqdm=False):
+            report = (output.kv_transfer_params or {}).get("kv_blend", {})
+            assert "refused" not in report, report
+            said = output.outputs[0]
+            distributions = [{token: chance.logprob for token, chance in at.items()} for at in said.logprobs]
+            answers.append((list(said.token_ids), distributions))
+        return answers
 
 
 @contextmanager
@@ -151,19 +173,21 @@ def likeliest(distribution: Distribution) -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """codes: what a right answer contains, in this order."""
+    """facts: for each fact of the answer what stands before it, behind the documents, and the fact; empty if anything
+    is right."""
 
     kind: str
-    text: str
-    codes: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...]
 
-    def is_answered_by(self, answer: str) -> bool:
-        at = 0
-        for code in self.codes:
-            at = answer.find(code, at) + 1
-            if not at:
-                return False
-        return True
+
+@dataclass(frozen=True)
+class Asking:
+    """A prompt for one fact. answer: how many tokens it may have. question: its number."""
+
+    tokens: list[int]
+    answer: int = 1
+    question: int = 0
+    fact: str = ""
 
 
 class Texts:
@@ -185,64 +209,88 @@ class Texts:
             fact = self._encode(
                 f"\n\nImportant: the access code of the {name} is {code}. Remember: {name} = {code}.\n\n"
             )
-            begin = draw.randrange(len(self._pieces) - DOCUMENT_TOKENS)
-            split = begin + draw.randrange(40, DOCUMENT_TOKENS - 40)
-            documents.append(self._pieces[begin:split] + fact + self._pieces[split : begin + DOCUMENT_TOKENS])
+            length, more = divmod(DOCUMENTS_TOKENS - len(self.system), DOCUMENTS)
+            length += (0 if at else more) - len(fact)
+            begin = draw.randrange(len(self._pieces) - length)
+            split = begin + draw.randrange(40, length - 40)
+            documents.append(self._pieces[begin:split] + fact + self._pieces[split : begin + length])
             facts.append((name, code))
-        form = "\nQuestion: What {verb} the access {noun}?\nAnswer: the access {noun} {verb}"
         questions = []
         for name, code in facts:
-            text = form.format(verb="is", noun=f"code of the {name}")
-            questions.append(Question("inside", text, (code,)))
-        for _ in range(2):
-            (one, first), (other, second) = draw.sample(facts, 2)
-            text = form.format(verb="are", noun=f"codes of the {one} and of the {other}")
-            questions.append(Question("across", text, (first, second)))
-        questions.append(Question("open", "\nIn short, these documents say that"))
+            text = f"\nQuestion: What is the access code of the {name}?\nAnswer: the access code of the {name} is"
+            questions.append(Question("inside", ((text, code),)))
+        for (one, first), (other, second) in zip(facts, [*facts[1:], facts[0]], strict=True):
+            text = f"\nQuestion: What is the access code of the {one}? And of the {other}?\n"
+            text += f"Answer: the access code of the {one} is"
+            then = f"{text} {first}. The access code of the {other} is"
+            questions.append(Question("across", ((text, first), (then, second))))
+        questions.append(Question("open", (("\nIn short, these documents say that", ""),)))
         return documents, questions
 
-    def prompt(self, documents: list[list[int]], question: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def prompt(self, documents: list[list[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The documents behind the system prompt, in any order."""
         tokens, segments = list(self.system), []
         for document in self._draw.sample(documents, DOCUMENTS):
             segments.append((len(tokens), len(tokens) + len(document)))
             tokens += document
-        return tokens + self._encode(question), segments
+        return tokens, segments
 
 
-def measure(asked: Asked, questions: int, minutes: float, seed: int) -> dict[str, dict[str, Cell]]:
+def measure(
+    asked: Asked, ways: list[str], kinds: list[str], questions: int, minutes: float, seed: int
+) -> dict[str, dict[str, Cell]]:
     """By kind of question and way, for up to so many questions that full prefill answers rightly, or so long."""
     from kv_blend import request_fields
 
     texts = Texts(asked, seed)
-    cells = {kind: {name: Cell() for name in WAYS} for kind in TOKENS}
-    tried = dict.fromkeys(TOKENS, 0)
+    cells = {kind: {name: Cell() for name in ways} for kind in kinds}
+    tried = dict.fromkeys(kinds, 0)
     until_s = time.monotonic() + 60 * minutes
-    tokens, segments = texts.prompt(texts.documents()[0], "\n")
-    asked.ask(tokens, request_fields(segments, tokens=len(tokens)), 1)  # proves how keys move, before they do not
+
+    def blended(segments: list[tuple[int, int]], way: Way, tokens: int) -> dict[str, Any]:
+        return request_fields(segments, tokens=tokens, tenant=way.tenant, **way.options)
 
     def done(kind: str) -> int:
-        return len(cells[kind]["everything"].equal)
+        return len(cells[kind][ways[-1]].equal)
 
-    while time.monotonic() < until_s and any(done(kind) < questions for kind in TOKENS):
-        documents, asks = texts.documents()
-        for ask in asks:
-            if done(ask.kind) >= questions:
-                continue
-            tokens, segments = texts.prompt(documents, ask.text)
-            answer, whole = asked.ask(tokens, WHOLE, TOKENS[ask.kind])
-            tried[ask.kind] += 1
-            if not ask.is_answered_by(asked.tokenizer.decode(answer)):
-                continue
-            for name, way in WAYS.items():
-                fields = request_fields(segments, tokens=len(tokens), **way.options)
-                with patched(way):
-                    _, blended = asked.ask(tokens, fields, len(answer), answer)
-                agree = [likeliest(at) == token for at, token in zip(blended, answer, strict=True)]
-                cell = cells[ask.kind][name]
-                cell.equal.append(all(agree))
+    base, segments = texts.prompt(texts.documents()[0])
+    # This proves how keys move, before they do not.
+    asked.ask([Asking([*base, base[-1]])], partial(blended, segments, Way({})))
+    while time.monotonic() < until_s and any(done(kind) < questions for kind in kinds):
+        documents, about = texts.documents()
+        base, segments = texts.prompt(documents)
+        leaves_base = Asking([*base, base[-1]])
+        prompts = [
+            Asking(base + asked.encode(text), TOKENS[question.kind], number, fact)
+            for number, question in enumerate(about)
+            if question.kind in kinds and done(question.kind) < questions
+            for text, fact in question.facts
+        ]
+        asked.ask([leaves_base], lambda _tokens: WHOLE)
+        answers = asked.ask(prompts, lambda _tokens: WHOLE)
+        wrong = {
+            prompt.question
+            for prompt, (answer, _) in zip(prompts, answers, strict=True)
+            if prompt.fact not in asked.tokenizer.decode(answer)
+        }
+        right = [pair for pair in zip(prompts, answers, strict=True) if pair[0].question not in wrong]
+        for name in ways if right else ():
+            fields = partial(blended, segments, WAYS[name])
+            with patched(WAYS[name]):
+                asked.ask([leaves_base], fields)
+                found = asked.ask([prompt for prompt, _ in right], fields, [answer for _, (answer, _) in right])
+            are_equal: dict[int, bool] = {}
+            for (prompt, (answer, expected)), (_, got) in zip(right, found, strict=True):
+                agree = [likeliest(at) == token for at, token in zip(got, answer, strict=True)]
+                are_equal[prompt.question] = are_equal.get(prompt.question, True) and all(agree)
+                cell = cells[about[prompt.question].kind][name]
                 cell.agree += agree
-                cell.kl += [divergence(*pair) for pair in zip(whole, blended, strict=True)]
-        progress(", ".join(f"{kind} {done(kind)} of {tried[kind]}" for kind in TOKENS))
+                cell.kl += [divergence(*pair) for pair in zip(expected, got, strict=True)]
+            for number, is_equal in are_equal.items():
+                cells[about[number].kind][name].equal.append(is_equal)
+        for number in {prompt.question for prompt in prompts}:
+            tried[about[number].kind] += 1
+        progress(", ".join(f"{kind} {done(kind)} of {tried[kind]}" for kind in kinds))
     return cells
 
 
@@ -251,12 +299,15 @@ def main() -> int:
     arguments.add_argument("--model", required=True, help="a trained model's directory")
     arguments.add_argument("--questions", type=int, default=100, help="of each kind, that full prefill answers rightly")
     arguments.add_argument("--minutes", type=float, default=600, help="stop after so long with what there is")
+    arguments.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="of blending")
+    arguments.add_argument("--kinds", nargs="+", choices=TOKENS, default=list(TOKENS), help="of questions")
     arguments.add_argument("--seed", type=int, default=7, help="of the documents and questions")
     chosen = arguments.parse_args()
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     asked = Asked(chosen.model, disable_hybrid_kv_cache_manager=True)
-    for kind, ways in measure(asked, chosen.questions, chosen.minutes, chosen.seed).items():
+    cells = measure(asked, chosen.ways, chosen.kinds, chosen.questions, chosen.minutes, chosen.seed)
+    for kind, ways in cells.items():
         if not chosen.json:
             print(f"{kind:<40}{'questions':>10}{'equal':>8}{'top-1':>8}{'KL':>9}")
         for way, cell in ways.items():

@@ -146,9 +146,12 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return [Moved(first, end, self.context_tokens) for first, end in self.segments]
         unchanged = self.edits[0].first
         found = [Moved(0, unchanged, 0)] if unchanged else []
+        edits, removed = list(self.edits), 0
         for first, end in self.segments:
-            before = [edit for edit in self.edits if edit.end <= first]
-            found.append(Moved(first, end, first + sum(len(edit.was) - edit.end + edit.first for edit in before)))
+            while edits and edits[0].end <= first:
+                edit = edits.pop(0)
+                removed += len(edit.was) - (edit.end - edit.first)
+            found.append(Moved(first, end, first + removed))
         return found
 
     def conversation(self, tokens: Sequence[int]) -> list[int]:

@@ -253,7 +253,7 @@ class BlendScheduler:
             raise InputError(f"{KEY}: a request with {', '.join(found)} cannot be blended")
         tokens = list(request.all_token_ids[: plan.end])
         tag = tenant_tag(tenant) if tenant else NO_TENANT
-        exact = self._read_exact(request)
+        exact = self._read_exact(request) if plan.edits else None
         self._check(plan, tokens, exact)
         tags = exact.controls.tags if isinstance(exact, RequestTokens) else {}
         segments = keys_of_plan(plan, tokens, tenant, self._shape.scheme, tags)
