@@ -151,10 +151,12 @@ class CoveragePolicy:
         (self._recent if slot in self.bounded_slots else self.policy).exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
+        still_demoted = [slot for slot in slots if slot in self._demoted and not self._used_at(slot)]
         recent, _, slots = self._partition((), slots)
         if slots:
             self.policy.reinsert(slots)
         self._recent.reinsert(recent[::-1])
+        self.demote(still_demoted)
 
     def _used_at(self, slot: int) -> int:
         return self._last_use[slot] if slot < len(self._last_use) else 0

@@ -41,7 +41,7 @@ class PrefixJob(msgspec.Struct, frozen=True):
 
     id: its number.
     what: the kind of work.
-    name: of the pin, or of the file.
+    name: of the pin, of the file, or of a hint's action.
     state: whether it is running, done or failed.
     chunks: of the prefix, when it is done: pinned, exported, or held after an import.
     reason: why it failed, or why it stopped early.
