@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from kv_server import cli
 from kv_server.cli import ServiceManager
 from kv_testing.wait import line
 
@@ -83,6 +84,18 @@ def test_a_private_server_leaves_the_manager_to_its_engine(manager: tuple[str, s
     listener.setblocking(False)
     with pytest.raises(BlockingIOError):
         listener.recv(100)
+
+
+def test_a_server_that_is_told_to_end_ends_the_process_that_was_to_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take it for killed, and serve in its place."""
+    sleeping = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    monkeypatch.setattr(cli, "module_command", lambda module: sleeping)
+    ours = ServiceManager({})
+    successor = ours.start_successor(["--config", "kv.yaml", "--detach", "--take-over"])
+    assert successor.args == [*sleeping, "--config", "kv.yaml", "--take-over"]
+    assert successor.poll() is None
+    ours.stopping()
+    assert successor.wait(60) == -signal.SIGTERM
 
 
 def test_a_manager_that_is_gone_stops_no_server(tmp_path: Path) -> None:

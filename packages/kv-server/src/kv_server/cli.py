@@ -52,7 +52,7 @@ class ServiceManager:
         is_for_us = pid in ("", str(os.getpid())) and interval_us.isascii() and interval_us.isdigit()
         self._beat_s = int(interval_us) / 2e6 if self._address and is_for_us else 0.0
         self._ended = threading.Event()
-        self._successor = 0
+        self._successor: subprocess.Popen[bytes] | None = None
         self._given = {"NOTIFY_SOCKET": self._address.replace("\0", "@", 1)} if self._address else {}
         if self._beat_s:
             self._given["WATCHDOG_USEC"] = interval_us
@@ -61,23 +61,24 @@ class ServiceManager:
         self._notify("READY=1", _WAIT_S)
 
     def stopping(self) -> None:
-        """No more signs of life are due."""
+        """No more signs of life are due, and no process is to take over."""
         self._ended.set()
+        if self._successor is not None:
+            self._successor.terminate()
         self._notify("STOPPING=1", _WAIT_S)
 
     def start_successor(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
         """Start a server with these arguments that takes over from this one, and then speaks to the manager."""
         kept = [one for one in arguments if one not in ("--detach", "--take-over")]
         command = [*module_command("kv_server"), *kept, "--take-over"]
-        process = subprocess.Popen(command, env=environment() | self._given)  # noqa: S603  # our own
-        self._successor = process.pid
-        return process
+        self._successor = subprocess.Popen(command, env=environment() | self._given)  # noqa: S603  # our own
+        return self._successor
 
     def passed_on(self) -> None:
         """The service goes on in the successor, if it was started here."""
         self._ended.set()
-        if self._successor:
-            self._notify(f"MAINPID={self._successor}", _WAIT_S)
+        if self._successor is not None:
+            self._notify(f"MAINPID={self._successor.pid}", _WAIT_S)
 
     def keep_alive(self, submit: Callable[[Callable[[], None]], object]) -> None:
         """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none. Raises
