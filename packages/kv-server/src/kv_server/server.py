@@ -559,7 +559,9 @@ class CacheServer:
         """Have this cache opened, on any thread, for engines of other hosts."""
 
         def begin() -> None:
-            if wanted not in self.caches and self._passing is None and not self.formats.open(wanted, self._in_use()):
+            if wanted in self.caches or self.formats.held_for:  # then the sender asks again
+                return
+            if not self.formats.open(wanted, self._in_use()):
                 _log.warning(
                     "an engine of another host may not store: there are caches of %d formats; raise max_formats",
                     self._max_formats,
