@@ -2,13 +2,16 @@
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.clock import HandClock
 from kv_core.coverage import ChunkShape, Coverage
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.service import LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
@@ -22,6 +25,7 @@ from kv_server.succession.image import (
     restore_pool,
     restore_tiers,
 )
+from kv_server.succession.saved_pool import image_to_save
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
@@ -197,3 +201,38 @@ class PassedOn(RuleBasedStateMachine):
 
 TestPassedOn = PassedOn.TestCase
 TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=100)
+
+
+def test_chunks_that_nobody_has_verified_are_verified_by_whoever_goes_on(tmp_path: Path) -> None:
+    """They come from an earlier server's pool, whose file may have been damaged before this process had it."""
+    keys, wanted = key_chain(3), ((CHUNK_BYTES,), "f")
+    pool = HostPool.shared("p", CHUNK_BYTES, SLOTS)
+    cache = LocalCache(pool)
+    lease = cache.begin_store(keys, "w")
+    for key, extent in zip(lease.keys, lease.extents, strict=True):
+        pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+    cache.commit(lease)
+    slots = [cache.parts.index.find(key) for key in keys]
+    claimed = {slot: checksum_of(memoryview(content(key, CHUNK_BYTES))) for key, slot in zip(keys, slots, strict=True)}
+    with cache.parts.host.lock:
+        cache.parts.host.doubt(claimed)
+    pool.view[lease.extents[1].offset] ^= 1
+    saved = tmp_path / "pool"
+    saved.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.path.samestat", lambda *_: True)
+        index = image_to_save(saved, wanted, cache, ())
+    assert index is not None
+    assert dict(zip(index.pool.at, index.checksums, strict=True)) == claimed  # not of the bytes as they are
+    passed = Passed(wanted, cache)
+    pool_image = cross(passed.pool_image(), PoolImage)
+    with cache.parts.host.lock:
+        image = cross(passed.cache_image(), CacheImage)
+    after = LocalCache(HostPool.shared("p", CHUNK_BYTES, SLOTS, descriptor=os.dup(pool.descriptor)))
+    restore_pool(after, pool_image)
+    restore_cache(after, image)
+    assert after.lookup(keys, "r").chunks == 1
+    assert after.counts().chunks_damaged == 1
+    after.end("r")
+    after.close()
+    cache.close()

@@ -51,6 +51,7 @@ class CacheImage:
     pins, holds: slots by name, and until when each is held and retained.
     waiting, removals: by tier, what it is still to get and to remove.
     parts: of approximations, by slot.
+    unverified: checksums of chunks that an earlier process left, by slot, as far as their bytes were not verified yet.
     moved: slots that are not at their places.
     totals: the counters.
     record: of changes, for engines that follow them.
@@ -67,6 +68,7 @@ class CacheImage:
     waiting: dict[str, list[tuple[int, ChunkKey, ChunkKey | None]]]
     removals: dict[str, tuple[bool, list[bytes], list[ChunkKey]]]
     parts: dict[int, int]
+    unverified: dict[int, bytes]
     moved: dict[int, int]
     totals: CacheTotals
     record: tuple[int, list[Change]] | None
@@ -125,6 +127,7 @@ class Passed:
             dict(zip(names, parts.lower.spills.waiting(), strict=True)),
             {lane.name: lane.removals() for lane in parts.lower.lanes},
             {slot: one.parts for slot, one in parts.lower.upgrades.by_slot.items()},
+            parts.host.unverified(),
             cache.pool.places.moved,
             parts.totals,
             None if record is None else (record.upto, list(record.changes)),
@@ -206,6 +209,7 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
             cache.events.log = ChangeLog.restored(*image.record)
             cache.events.on = True
         host.adopted_parts.update(image.parts)
+        host.doubt(image.unverified)
 
 
 def restore_tiers(cache: LocalCache, image: CacheImage) -> None:

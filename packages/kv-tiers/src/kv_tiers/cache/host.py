@@ -411,6 +411,10 @@ class HostTier:
             if (key := self._index.key_at(slot)) is not None:
                 self._doubtful[slot] = _Doubt(checksum, self.pool.sizes.of(key))
 
+    def unverified(self) -> dict[int, bytes]:
+        """By slot, what `doubt` was told of chunks that are still here and were not verified since."""
+        return {slot: doubt.checksum for slot, doubt in self._doubtful.items()}
+
     def lease_doubtful(self, slots: Sequence[int]) -> Doubtful:
         """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
         if not self._doubtful:
