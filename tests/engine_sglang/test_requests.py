@@ -71,7 +71,7 @@ def test_a_hint_in_sglangs_own_field_retains_and_demotes(tiny_llama: str) -> Non
         return [3 + next(numbers), *SHARED[:300]]
 
     cache = {"host": {"capacity_bytes": "4MiB", "policy": "lru"}}
-    with started(tiny_llama, cache=cache) as engine:
+    with started(tiny_llama, cache=cache, hicache_size=1) as engine:
 
         def ask(prompt: list[int], **arguments: Any) -> tuple[Answer, int]:
             (answer,) = engine.ask_in_turn([prompt], **arguments)
