@@ -465,7 +465,7 @@ class CacheServer:
     # Passing everything on to another process, or taking it over (`kv_server.succession`).
 
     def _begin_passing_on(self, client: ClientConnection, request: wire.TakeOver) -> None:
-        why = self._why_not_passed_on(request)
+        why = self.why_not_passed_on(request)
         if why:
             self._connections.refuse(client, why)
             return
@@ -485,7 +485,8 @@ class CacheServer:
         must_start(self._passing)
         self.formats.held_for = "another process is taking over from it"
 
-    def _why_not_passed_on(self, request: wire.TakeOver) -> str:
+    def why_not_passed_on(self, request: wire.TakeOver) -> str:
+        """Empty: another process may take over. On the serving thread."""
         if request.format != FORMAT:
             return (
                 f"release {PACKAGE} passes on what it has in format {FORMAT}, and release {request.package} takes over "
@@ -715,6 +716,8 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
+            if isinstance(opened.cache, wire.Failed):  # perhaps for an engine of another host, which is not told why
+                _log.warning("a cache could not be opened: %s", opened.cache.text)
             for image in opened.orphans:
                 if isinstance(opened.cache, LocalCache):
                     self._orphans.restore(Orphan(image, opened.cache, -1))

@@ -391,12 +391,15 @@ def test_senders_that_stall_keep_others_waiting_only_for_a_time(ending: ExitStac
     nothing_stays(server, chains[0])
 
 
-def test_a_cache_that_cannot_be_opened_is_a_refusal(ending: ExitStack) -> None:
+def test_a_cache_that_cannot_be_opened_is_a_refusal_and_the_log_says_why(
+    ending: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     server = listening(1, peers={"take_stores": True, "timeout_s": 1.0})
     ending.callback(server.close)
     large = TierContext(64 * CHUNK_BYTES, 64 * SLOT_BYTES, "f")
     (outcome,) = tier_of(ending, address_of(server), large).store(writes_of(key_chain(1), large))
     assert isinstance(outcome, Refused) and "its log says more" in outcome.reason
+    assert "a cache could not be opened: a capacity of 4096 bytes holds no chunk" in caplog.text
 
 
 def test_no_more_formats_than_the_server_allows(ending: ExitStack) -> None:

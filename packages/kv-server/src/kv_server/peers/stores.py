@@ -27,7 +27,7 @@ from kv_server.wire import Format
 _SENDERS: Final = 4
 """Senders that may have memory outside the pool at a time, one chunk each."""
 _BUSY_S: Final = 1.0
-"""How long another sender waits for its turn. It then keeps its chunks for later."""
+"""How long another sender waits for its turn. Its chunks are not stored then."""
 _OPENING_S: Final = 3.0
 """How long a sender waits for the cache of its format, which its first store opens. A large disk may take longer."""
 _POLL_S: Final = 0.02
