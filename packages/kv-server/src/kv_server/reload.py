@@ -20,13 +20,10 @@ from kv_tiers.config import ServerSettings
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tenants import Tenant, quotas_of
 
-from kv_server import wire
-from kv_server.caches import set_quotas
+from kv_server.caches import set_quotas, why_not_passed_on
 from kv_server.config import ServerConfig
-from kv_server.connection import PACKAGE
 from kv_server.report import ReloadReport
 from kv_server.server import CacheServer
-from kv_server.succession.channel import FORMAT
 
 _log = limited_logger(__name__)
 Then = Callable[[ReloadReport], object]
@@ -122,8 +119,7 @@ class Reloading(threading.Thread):
         """Raises `ConfigError`: no other process has taken over."""
         if os.getpid() == 1:
             raise ConfigError("this server is process 1 of a container that would end with it: restart the container")
-        request = wire.TakeOver(FORMAT, PACKAGE)
-        if why := self._server.submit(lambda: self._server.why_not_passed_on(request)).result():
+        if why := self._server.submit(lambda: why_not_passed_on(self._server.formats)).result():
             raise ConfigError(why)
         successor = self._succeed()
         until_s = time.monotonic() + _TAKE_OVER_S

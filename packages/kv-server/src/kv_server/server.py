@@ -40,7 +40,7 @@ from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire
 from kv_server.address import Acceptor, ListeningSocket
-from kv_server.caches import Caches, Opened
+from kv_server.caches import Caches, Opened, why_not_passed_on
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
@@ -465,7 +465,7 @@ class CacheServer:
     # Passing everything on to another process, or taking it over (`kv_server.succession`).
 
     def _begin_passing_on(self, client: ClientConnection, request: wire.TakeOver) -> None:
-        why = self.why_not_passed_on(request)
+        why = self._why_not_passed_on(request)
         if why:
             self._connections.refuse(client, why)
             return
@@ -485,8 +485,7 @@ class CacheServer:
         must_start(self._passing)
         self.formats.held_for = "another process is taking over from it"
 
-    def why_not_passed_on(self, request: wire.TakeOver) -> str:
-        """Empty: another process may take over. On the serving thread."""
+    def _why_not_passed_on(self, request: wire.TakeOver) -> str:
         if request.format != FORMAT:
             return (
                 f"release {PACKAGE} passes on what it has in format {FORMAT}, and release {request.package} takes over "
@@ -494,15 +493,7 @@ class CacheServer:
             )
         if self._is_private:
             return "it is an engine's private server, which ends with its engine"
-        if self.formats.held_for:
-            return f"{self.formats.held_for}: try again when that is done"
-        if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
-            return "a cache is being opened or closed: try again when that is done"
-        if self.formats.drained is not None:
-            return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
-        if self.formats.is_frozen:
-            return "it is frozen: end that first (kv freeze --end)"
-        return ""
+        return why_not_passed_on(self.formats)
 
     def _close_peers(self) -> None:
         if self._peers is not None:

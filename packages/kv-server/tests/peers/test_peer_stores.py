@@ -233,6 +233,19 @@ def test_a_server_that_is_full_says_so(ending: ExitStack) -> None:
     assert tier.usage().full == ""
 
 
+def test_a_frozen_server_says_so_before_anything_is_sent(ending: ExitStack, keeper: ThreadedServer) -> None:
+    held, new = key_chain(2), key_chain(2, branch="new")
+    tier = tier_of(ending, address_of(keeper))
+    tier.store(writes_of(held))
+    keeper.server.submit(lambda: keeper.server.formats.freeze(True)).result(10)
+    assert tier.store(writes_of(held)) == [Stored()] * 2
+    answer = announced(connected(ending, keeper), [*held, *new])
+    assert answer.wanted == bytes(4) and "frozen" in answer.refused
+    assert all(isinstance(one, Refused) and "frozen" in one.reason for one in tier.store(writes_of(new)))
+    keeper.server.submit(lambda: keeper.server.formats.freeze(False)).result(10)
+    assert tier.store(writes_of(new)) == [Stored()] * 2
+
+
 def test_a_server_that_takes_no_stores_keeps_everything_and_says_what_to_write(ending: ExitStack) -> None:
     server = listening()
     ending.callback(server.close)
