@@ -164,9 +164,9 @@ def test_if_no_process_takes_over_all_stays_and_the_reason_is_said(
     assert servers.kv("--take-over") == 2
     said = capsys.readouterr().err
     assert "cold.wait_s stays as it is" in said
-    assert "no other process has taken over" in said and "ended with status 2" in said
+    assert "no other process has taken over" in said and "kv freeze --end" in said
     assert "end that first (kv freeze --end)" in servers.log.read_text()
-    assert "ended with status 2" in problem(servers.post({"take_over": True}), 409)
+    assert "kv freeze --end" in problem(servers.post({"take_over": True}), 409)
     until(lambda: [tier.health.name for tier in report_of(servers.socket).caches[0].tiers] == ["UP"])
     assert (report_of(servers.socket).pid, held(cache, kept), cache.generation) == (pid, 4, 0)
     cache.close()

@@ -221,6 +221,25 @@ def test_what_cannot_follow_says_so_before_anything_is_touched(home: Path) -> No
     servers.close()
 
 
+def test_a_server_that_has_taken_over_may_refuse_to_be_replaced_too(home: Path) -> None:
+    """Its socket was opened by a process that is gone; nobody may take it for that one, and start with empty pools."""
+    servers = upgraded(home)
+    servers.upgrade()
+    cache = join_server(home)
+    store(cache, key_chain(2))
+    ask_server(home / "s", wire.Freeze(True))
+    newer = servers.start("--take-over")
+    assert newer.wait(60) == 2
+    end(newer)
+    log = servers.log.read_text()
+    assert "is not taken over, and goes on: it is frozen" in log and "starts with empty pools" not in log
+    answer = ask_server(home / "s", wire.Reload(True), timeout_s=60)
+    assert isinstance(answer, wire.Reloaded) and "kv freeze --end" in answer.report.why
+    assert read(cache, key_chain(2)) and cache.generation == 0
+    cache.close()
+    servers.close()
+
+
 def test_a_private_server_is_not_taken_over(home: Path) -> None:
     server = launch(settings_for(home), socket=home / "s")
     refused = ask_server(home / "s", wire.TakeOver(FORMAT, PACKAGE))

@@ -325,6 +325,17 @@ class Caches:
             self._close_cache(wanted, opened, orphans)
 
 
+def why_not_passed_on(caches: Caches) -> str:
+    """Why no other process may take them over now; empty: one may."""
+    if caches.held_for:
+        return f"{caches.held_for}: try again when that is done"
+    if caches.opening or any(thread.is_alive() for thread in caches.closing):
+        return "a cache is being opened or closed: try again when that is done"
+    if caches.drained is not None:
+        return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
+    return "it is frozen: end that first (kv freeze --end)" if caches.is_frozen else ""
+
+
 def _close(cache: LocalCache) -> bool:
     """Complete pending spills, and log what the cache achieved. False: a tier may still use the pool."""
     counts = cache.counts()

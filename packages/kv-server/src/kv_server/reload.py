@@ -20,7 +20,7 @@ from kv_tiers.config import ServerSettings
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tenants import Tenant, quotas_of
 
-from kv_server.caches import set_quotas
+from kv_server.caches import set_quotas, why_not_passed_on
 from kv_server.config import ServerConfig
 from kv_server.report import ReloadReport
 from kv_server.server import CacheServer
@@ -119,6 +119,8 @@ class Reloading(threading.Thread):
         """Raises `ConfigError`: no other process has taken over."""
         if os.getpid() == 1:
             raise ConfigError("this server is process 1 of a container that would end with it: restart the container")
+        if why := self._server.submit(lambda: why_not_passed_on(self._server.formats)).result():
+            raise ConfigError(why)
         successor = self._succeed()
         until_s = time.monotonic() + _TAKE_OVER_S
         while not self._server.is_passed_on:

@@ -40,7 +40,7 @@ from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire
 from kv_server.address import Acceptor, ListeningSocket
-from kv_server.caches import Caches, Opened
+from kv_server.caches import Caches, Opened, why_not_passed_on
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
@@ -493,15 +493,7 @@ class CacheServer:
             )
         if self._is_private:
             return "it is an engine's private server, which ends with its engine"
-        if self.formats.held_for:
-            return f"{self.formats.held_for}: try again when that is done"
-        if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
-            return "a cache is being opened or closed: try again when that is done"
-        if self.formats.drained is not None:
-            return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
-        if self.formats.is_frozen:
-            return "it is frozen: end that first (kv freeze --end)"
-        return ""
+        return why_not_passed_on(self.formats)
 
     def _close_peers(self) -> None:
         if self._peers is not None:
@@ -715,6 +707,8 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
+            if isinstance(opened.cache, wire.Failed):  # perhaps for an engine of another host, which is not told why
+                _log.warning("a cache could not be opened: %s", opened.cache.text)
             for image in opened.orphans:
                 if isinstance(opened.cache, LocalCache):
                     self._orphans.restore(Orphan(image, opened.cache, -1))

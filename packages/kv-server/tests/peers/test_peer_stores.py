@@ -233,6 +233,19 @@ def test_a_server_that_is_full_says_so(ending: ExitStack) -> None:
     assert tier.usage().full == ""
 
 
+def test_a_frozen_server_says_so_before_anything_is_sent(ending: ExitStack, keeper: ThreadedServer) -> None:
+    held, new = key_chain(2), key_chain(2, branch="new")
+    tier = tier_of(ending, address_of(keeper))
+    tier.store(writes_of(held))
+    keeper.server.submit(lambda: keeper.server.formats.freeze(True)).result(10)
+    assert tier.store(writes_of(held)) == [Stored()] * 2
+    answer = announced(connected(ending, keeper), [*held, *new])
+    assert answer.wanted == bytes(4) and "frozen" in answer.refused
+    assert all(isinstance(one, Refused) and "frozen" in one.reason for one in tier.store(writes_of(new)))
+    keeper.server.submit(lambda: keeper.server.formats.freeze(False)).result(10)
+    assert tier.store(writes_of(new)) == [Stored()] * 2
+
+
 def test_a_server_that_takes_no_stores_keeps_everything_and_says_what_to_write(ending: ExitStack) -> None:
     server = listening()
     ending.callback(server.close)
@@ -391,12 +404,15 @@ def test_senders_that_stall_keep_others_waiting_only_for_a_time(ending: ExitStac
     nothing_stays(server, chains[0])
 
 
-def test_a_cache_that_cannot_be_opened_is_a_refusal(ending: ExitStack) -> None:
+def test_a_cache_that_cannot_be_opened_is_a_refusal_and_the_log_says_why(
+    ending: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     server = listening(1, peers={"take_stores": True, "timeout_s": 1.0})
     ending.callback(server.close)
     large = TierContext(64 * CHUNK_BYTES, 64 * SLOT_BYTES, "f")
     (outcome,) = tier_of(ending, address_of(server), large).store(writes_of(key_chain(1), large))
     assert isinstance(outcome, Refused) and "its log says more" in outcome.reason
+    assert "a cache could not be opened: a capacity of 4096 bytes holds no chunk" in caplog.text
 
 
 def test_no_more_formats_than_the_server_allows(ending: ExitStack) -> None:

@@ -61,7 +61,7 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
     if not any(files):
         return None
     if not all(files):
-        raise ConfigError(f"{where}: tls_ca_file, tls_cert_file and tls_key_file go together")
+        raise ConfigError(f"{where}: tls_ca_file, tls_cert_file and tls_key_file go together; write all three")
 
     def make() -> ssl.SSLContext:
         # A client's context compares the certificate's names with the host that it connects to.

@@ -30,6 +30,7 @@ from kv_server.peers.drain import CacheDrain, Offers
 from kv_server.peers.tier import PeersTier
 from kv_server.report import DirectoryState
 
+LEAVING: Final = "this host is being drained, and takes no new chunks"
 _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
 LOWER_S: Final = 4.0
@@ -278,7 +279,7 @@ class PeerSide:
                 tier.publish(reads.track(), address)
 
     def _set_leaving(self, is_leaving: bool) -> None:
-        self._parts.refuse_new("this host is being drained, and takes no new chunks" if is_leaving else "")
+        self._parts.refuse_new(LEAVING if is_leaving else "")
         self.offers.is_refused = is_leaving
 
 

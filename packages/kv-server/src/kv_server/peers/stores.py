@@ -14,6 +14,7 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
+from kv_tiers.cache.host import FROZEN
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, Header, format_id, read_header
 from kv_tiers.pool.core_dumps import chunk_memory
@@ -21,13 +22,13 @@ from kv_tiers.tier import TierContext
 
 from kv_server.archive import pool_bytes
 from kv_server.peers import wire
-from kv_server.peers.side import FindCache, PeerReads
+from kv_server.peers.side import LEAVING, FindCache, PeerReads, peer_side
 from kv_server.wire import Format
 
 _SENDERS: Final = 4
 """Senders that may have memory outside the pool at a time, one chunk each."""
 _BUSY_S: Final = 1.0
-"""How long another sender waits for its turn. It then keeps its chunks for later."""
+"""How long another sender waits for its turn. Its chunks are not stored then."""
 _OPENING_S: Final = 3.0
 """How long a sender waits for the cache of its format, which its first store opens. A large disk may take longer."""
 _POLL_S: Final = 0.02
@@ -102,8 +103,9 @@ class RemoteStores:
     ) -> tuple[int, int]:
         keys, own_format = wire.unpack_keys(request), format_id(request.fingerprint)
         wanted = [not is_here for is_here in reads.holds(keys)]
-        stream.send_message(wire.PeerWanted(bytes(wanted), ""), deadline)
-        if not any(wanted):
+        why = _refusal(cache) if any(wanted) else ""  # before the bytes cross the network in vain
+        stream.send_message(wire.PeerWanted(bytes(len(keys)) if why else bytes(wanted), why), deadline)
+        if why or not any(wanted):
             return 0, 0
         pages = chunk_memory(cache.pool.slot_bytes)
         fates: list[wire.StoreFate] = []
@@ -166,3 +168,10 @@ class RemoteStores:
         if reads.holds([key])[0]:
             return wire.StoreFate.STORED, ""
         return wire.StoreFate.REFUSED, lease.refused or "it is worth less than what the pool holds"
+
+
+def _refusal(cache: LocalCache) -> str:
+    """Why it stores nothing new, whatever it is; empty: it may."""
+    if cache.parts.host.is_frozen:
+        return FROZEN
+    return LEAVING if peer_side(cache).offers.is_refused else ""

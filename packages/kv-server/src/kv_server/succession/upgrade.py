@@ -1,8 +1,10 @@
 """The two sides of a live upgrade: the old process, which passes everything on, and the new one, which takes over."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -118,14 +120,14 @@ class TakingOver:
         try:
             answer = connection.receive(_ASKED_S)
             if isinstance(answer, wire.Welcome):
+                self._know_process(answer.pid)
                 answer = connection.ask(wire.TakeOver(FORMAT, PACKAGE))
         except TierDown as why:
             connection.close()
             raise self._not_taken(str(why)) from None
         if not isinstance(answer, wire.Done):
             connection.close()
-            reason = answer.text if isinstance(answer, wire.Failed) else "it does not answer"
-            raise self._not_taken(reason)
+            raise self._goes_on(answer.text if isinstance(answer, wire.Failed) else "it does not answer")
         self._channel = Channel(connection.socket)
         try:
             self._channel.send(Begin())
@@ -157,7 +159,18 @@ class TakingOver:
         close_descriptor(self._pidfd)
         self._pidfd = -1
 
+    def _know_process(self, pid: int) -> None:
+        """The kernel names the process that opened the socket, and a server may have taken it over from that one."""
+        if self._pidfd < 0 or is_gone(self._pidfd):
+            with suppress(OSError):
+                now = os.pidfd_open(pid)
+                close_descriptor(self._pidfd)
+                self._pidfd = now
+
     def _not_taken(self, why: str) -> ConfigError | VanishedError:
         if is_gone(self._pidfd, within_s=_GONE_S):
             return VanishedError("the server has died before this process could take over; it starts empty")
+        return self._goes_on(why)
+
+    def _goes_on(self, why: str) -> ConfigError:
         return ConfigError(f"the server at this socket is not taken over, and goes on: {why}")
