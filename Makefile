@@ -45,10 +45,7 @@ endif
 test: ## everything but `test-slow`: some 10 minutes on two cores
 	@scripts/setup.sh workspace
 	@$(MAKE) --no-print-directory -j 2 lint environments
-	@log=.venvs/test-sglang.log; echo "SGLang's tests run beside the others; their output comes at the end ($$log)"; \
-	  $(MAKE) --no-print-directory test-sglang >$$log 2>&1 & sglang=$$!; trap "kill $$sglang" INT TERM; status=0; \
-	  for suite in packages engine; do $(MAKE) --no-print-directory test-$$suite || { status=1; break; }; done; \
-	  wait $$sglang || status=1; cat $$log; exit $$status
+	@for suite in packages engine sglang; do $(MAKE) --no-print-directory test-$$suite || exit; done
 
 .PHONY: environments
 environments: # of both engines: made while one core checks types
