@@ -23,8 +23,6 @@ FOUR_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-resta
 # other's way when each takes both. A worker that dies ends the run: xdist 3.8 starts another one, but then
 # waits for ever.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-# Slow tests restart servers and wait for deadlines, so that two at a time leave a third of two cores idle.
-SLOW_SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server connect cuda vllm sglang blend) tests/support
@@ -84,8 +82,8 @@ test-engines: ## slow tests of both engines, of prefixes from one to the other, 
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SLOW_SIDE_BY_SIDE) tests/engine -m "slow and not long and not gpu"
-	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SLOW_SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not long and not gpu"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
 
 test-long: ## what of both engines CI has no time for: most of the tables of models, shapes of ranks, acceptance of guesses
 	@scripts/setup.sh vllm
