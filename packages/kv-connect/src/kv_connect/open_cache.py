@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
@@ -194,6 +194,10 @@ def check_replicas(settings: Settings) -> None:
         )
 
 
+_ASK_S: Final = 10.0
+"""For a server's answer while engines start, which keep every core busy. Without one the cache would stay off."""
+
+
 def workers_of(settings: Settings, engine_id: str, replica: Replica | None = None) -> list[Registration]:
     """The workers that have registered, by rank; none if there is no server.
 
@@ -201,7 +205,8 @@ def workers_of(settings: Settings, engine_id: str, replica: Replica | None = Non
         ConfigError: the server is another user's, or refuses us.
     """
     try:
-        answer = ask_server_for(socket_of(settings, engine_id, replica), wire.Registered(engine_id), wire.Registrations)
+        address = socket_of(settings, engine_id, replica)
+        answer = ask_server_for(address, wire.Registered(engine_id), wire.Registrations, timeout_s=_ASK_S)
     except TierDown as why:
         _log.debug("engine %s has no server: %s", engine_id, why)
         return []
