@@ -23,12 +23,6 @@ def exact(tiny_llama: str) -> dict[Prompt, Answer]:
     return exact_answers(tiny_llama)
 
 
-def at_rest(engine: Blending) -> None:
-    """What ends after the last step, as on a busy machine, gives its leases back in the next one."""
-    engine.ask([[7, 11, 13]])
-    engine.assert_at_rest()
-
-
 @pytest.mark.parametrize("rounds", [pytest.param(5), pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
@@ -45,7 +39,7 @@ def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_resta
         rounds,
         start,
         lambda engine, seed, disturb: interleave(engine, exact, rounds, seed=seed, disturb=disturb),
-        at_rest,
+        Blending.assert_at_rest,
     )
 
 
