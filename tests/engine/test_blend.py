@@ -5,7 +5,8 @@ prompt of which everything is computed again, a segment that stands where it was
 not ask for blending.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import kv_blend.vllm.scheduler
@@ -16,6 +17,8 @@ from engines import Answer, empty_the_pool, started
 from kv_blend import BlendPlan, edited, request_fields
 from kv_blend.plan import KEY
 from kv_connect.engine import engines
+from kv_core.keys import ChunkKey
+from kv_core.service import Ended, LookupPlan
 from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, UNCHANGED, WRONG_PLANS, Prompt
 from kv_testing.wait import until
 
@@ -242,3 +245,31 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engin
         forget_own_blocks(engine)
     engine.blend([SECOND])
     assert engine.reports[0]["held_tokens"] == 1171
+
+
+def test_a_request_that_is_aborted_while_lower_tiers_are_searched_leaks_nothing(
+    engine: Blending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pool has of its segments is promised meanwhile."""
+    from vllm import SamplingParams, TokensPrompt
+
+    engine.blend([FIRST])
+    forget_own_blocks(engine)
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    lookup, searched = inner.cache.lookup, []
+
+    def pending(keys: Sequence[ChunkKey], holder: str, **options: Any) -> LookupPlan:
+        plan = lookup(keys, holder, **options)
+        searched.append(plan.chunks)
+        return replace(plan, ended=Ended.PENDING)
+
+    monkeypatch.setattr(inner.cache, "lookup", pending)
+    fields = request_fields(SECOND.segments, tokens=len(SECOND.tokens))
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": fields["kv_transfer_params"]})
+    core = engine.llm.llm_engine
+    core.add_request("r", TokensPrompt(prompt_token_ids=SECOND.tokens, cache_salt=fields["cache_salt"]), sampling)
+    core.step()
+    core.abort_request(["r"])
+    until(lambda: (core.step(), not core.has_unfinished_requests())[1])
+    assert searched and searched[0] > 0

@@ -93,6 +93,7 @@ class _Blended:
     step: what the workers will be sent when its blocks are known.
     keys: of each segment's chunks.
     held: for each segment, how many leading ones of these the cache has; None until that is known.
+    promised: the segments that were looked up. What the pool has of one is promised while lower tiers are searched.
     report: what becomes of its tokens, for its answer.
     has_failed: the workers could not fill its blocks: it is computed whole.
     """
@@ -100,6 +101,7 @@ class _Blended:
     step: BlendStep
     keys: list[list[ChunkKey]]
     held: list[int | None]
+    promised: set[int] = field(default_factory=set)
     has_failed: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -156,6 +158,7 @@ class BlendScheduler:
             if segment.place.end <= computed or blended.held[number] == len(segment.digests):
                 continue
             holder, keys = self._holder(request_id, number), blended.keys[number]
+            blended.promised.add(number)
             plan = self._cache.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
             if plan.ended is Ended.PENDING:
                 return None
@@ -291,7 +294,7 @@ class BlendScheduler:
         return f"{self._name}/blend/{number}/{request_id}"
 
     def _release(self, request_id: str, blended: _Blended) -> None:
-        for number, held in enumerate(blended.held):
-            if held is not None:
-                self._cache.end(self._holder(request_id, number))
-                blended.held[number] = None
+        for number in blended.promised:
+            self._cache.end(self._holder(request_id, number))
+            blended.held[number] = None
+        blended.promised.clear()
