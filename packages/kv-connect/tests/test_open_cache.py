@@ -1,6 +1,7 @@
 """An engine that starts, and the server that it was told to join."""
 
 import logging
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,4 +111,23 @@ def test_a_server_that_answers_with_a_bug_is_one_that_does_not_answer(
             assert main([*command, "--socket", str(served.path)]) == 2
             assert "a bug in the server" in capsys.readouterr().err
     finally:
+        served.close()
+
+
+def test_a_server_that_is_slow_because_engines_start_is_waited_for() -> None:
+    """The scheduler asks once; without an answer its cache would be off for as long as the engine runs."""
+    served = ThreadedServer()
+    is_free = threading.Event()
+    timer = threading.Timer(1.5, is_free.set)
+    try:
+        settings = Settings(server=ServerSettings(socket=str(served.path)))
+        cache, _ = open_remote(settings, Format((4096,), "f"), engine_id="engine", is_first=True, facts={"rank": "0"})
+        served.server.submit(lambda: is_free.wait(10))
+        timer.start()
+        (worker,) = connect.workers_of(settings, "engine")
+        assert is_free.is_set() and worker.facts["rank"] == "0"
+        cache.close()
+    finally:
+        timer.cancel()
+        is_free.set()
         served.close()

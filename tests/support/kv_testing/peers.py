@@ -14,6 +14,7 @@ from kv_server.directory.entries import SUMS_BYTES
 from kv_server.peers import hosts as peer_hosts
 from kv_server.peers.wire import Listed, PeerHeld, PeerHolds, PeerStream, Request, Sum, Summed, unpack_keys
 from kv_server.report import PeersServed
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
 from kv_tiers.config import PeersConfig
 from kv_tiers.testing.tier_contract import aligned_pages, content
@@ -62,6 +63,18 @@ def is_whole(context: TierContext, read: Read) -> bool:
     chunk = read.pages[: context.chunk_bytes]
     damage = check(read.header, chunk, key=read.key, format_id=format_id(context.fingerprint))
     return damage is None and chunk == content(read.key, context.chunk_bytes)
+
+
+def promoted(cache: LocalCache, keys: Sequence[ChunkKey]) -> int:
+    """How many chunks are promoted into the pool; each has the bytes that `content` makes for its key."""
+    chunks = cache.admin.warm_up(keys, "test", timeout_s=10.0)
+    cache.admin.unpin("test")
+    for key in keys[:chunks]:
+        slot = cache._index.find(key)
+        assert slot is not None
+        nbytes = cache.pool.sizes.of(key)
+        assert cache.pool.chunk(slot, nbytes) == content(key, nbytes)
+    return chunks
 
 
 class FakePeer:

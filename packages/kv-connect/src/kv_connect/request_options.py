@@ -154,11 +154,11 @@ def _follow(controls: Controls, hints: Hints) -> Controls:
         match hint.payload:
             case RetainHint() | DemoteHint() if not controls.store:
                 outcome = hint.rejected("this request stores nothing")
-            case RetainHint(seconds=asked_s):
-                retain_s = min(asked_s, MAX_TTL_S)
+            case RetainHint(seconds=requested_s):
+                retain_s = min(requested_s, MAX_TTL_S)
                 controls = msgspec.structs.replace(controls, retain_s=max(retain_s, controls.retain_s))
                 outcome = hint.accepted(ttl_seconds=retain_s)
-                if asked_s > retain_s:
+                if requested_s > retain_s:
                     outcome = hint.clipped("chunks are retained for an hour at most", ttl_seconds=retain_s)
             case DemoteHint():
                 controls, outcome = msgspec.structs.replace(controls, is_demoted=True), hint.accepted()

@@ -69,8 +69,8 @@ class ServiceManager:
 
     def start_successor(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
         """Start a server with these arguments that takes over from this one, and then speaks to the manager."""
-        kept = [one for one in arguments if one not in ("--detach", "--take-over")]
-        command = [*module_command("kv_server"), *kept, "--take-over"]
+        same = [one for one in arguments if one not in ("--detach", "--take-over")]
+        command = [*module_command("kv_server"), *same, "--take-over"]
         self._successor = subprocess.Popen(command, env=environment() | self._given)  # noqa: S603  # our own
         return self._successor
 

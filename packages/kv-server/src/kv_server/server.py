@@ -288,7 +288,7 @@ class CacheServer:
                     else:
                         self.formats.end_drain()
                     send(wire.Stated(self.report()))
-                except InputError as why:  # said to whoever asked, and to no log
+                except InputError as why:  # the client reports it; it is not the log's
                     send(wire.Failed("misuse", str(why)))
             case wire.Freeze(is_begun):
                 self.formats.freeze(is_begun)
@@ -707,7 +707,7 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
-            if isinstance(opened.cache, wire.Failed):  # perhaps for an engine of another host, which is not told why
+            if isinstance(opened.cache, wire.Failed):  # perhaps for an engine of another host, which gets no reason
                 _log.warning("a cache could not be opened: %s", opened.cache.text)
             for image in opened.orphans:
                 if isinstance(opened.cache, LocalCache):

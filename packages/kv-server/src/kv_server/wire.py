@@ -274,8 +274,8 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Received
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Asked = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
-Request = Hello | Register | Unregister | Registered | Asked | Verb
+Operation = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
+Request = Hello | Register | Unregister | Registered | Operation | Verb
 
 # Answers.
 

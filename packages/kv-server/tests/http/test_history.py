@@ -62,7 +62,7 @@ def test_caches_come_and_go_and_a_clock_that_is_set_back_loses_nothing() -> None
     kept.add(report(cache_report("a", 2, 1, 0, 0), cache_report("b", 6, 6, 60, 1)), START_S + 15)
     assert asdict(kept.past("hour")) == {
         "step_s": 5,
-        "kept": 720,
+        "limit": 720,
         "starts_s": [START_S, START_S + 5, START_S + 10, START_S + 15],
         "chunks_asked": [0, 8, 7, 2],
         "chunks_hit": [0, 4, 6, 1],

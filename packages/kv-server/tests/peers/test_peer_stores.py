@@ -31,7 +31,17 @@ from kv_server.peers.wire import (
     unpack_keys,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
-from kv_testing.peers import PATIENT, FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
+from kv_testing.peers import (
+    PATIENT,
+    FakePeer,
+    address_of,
+    is_whole,
+    listening,
+    own_nobody,
+    promoted,
+    reads_of,
+    served_by,
+)
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -99,17 +109,6 @@ def store(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
     cache.lower.drain(20.0)
 
 
-def found(cache: LocalCache, keys: Sequence[ChunkKey]) -> int:
-    """How many chunks come up; each has the bytes that were stored."""
-    chunks = cache.admin.warm_up(keys, "test", timeout_s=10.0)
-    cache.admin.unpin("test")
-    for key in keys[:chunks]:
-        slot = cache._index.find(key)
-        assert slot is not None
-        assert cache.pool.chunk(slot, CHUNK_BYTES) == content(key, CHUNK_BYTES)
-    return chunks
-
-
 class TestStores(TierContract):
     def make(self, context: TierContext, chunks: int) -> Tier:
         self.server = listening(-(-chunks * context.slot_bytes // SLOT_BYTES), peers={"take_stores": True})
@@ -142,7 +141,7 @@ def test_what_one_engine_stores_another_one_finds_and_a_restarted_one(
     keys = key_chain(4)
     with ExitStack() as first:
         store(engine(first, address_of(keeper)), keys)
-    assert found(engine(ending, address_of(keeper)), keys) == 4
+    assert promoted(engine(ending, address_of(keeper)), keys) == 4
     until(lambda: (served_by(keeper).stored, served_by(keeper).stored_bytes) == (4, 4 * CHUNK_BYTES))
     local = join_at(keeper.path)  # an engine of the server's own host
     ending.callback(local.close)
@@ -288,7 +287,7 @@ def test_a_server_that_is_restarted_is_a_miss_and_then_stored_to_again(ending: E
     server.close()
     cache.forget(keys)
     store(cache, key_chain(2, branch="while it is away"))
-    assert found(cache, keys) == 0
+    assert promoted(cache, keys) == 0
     again = listening(16, peers={"take_stores": True, "listen": address})
     ending.callback(again.close)
     until(lambda: served_by(again).stored == 2)  # what was stored while it was away, and waited here
@@ -296,7 +295,7 @@ def test_a_server_that_is_restarted_is_a_miss_and_then_stored_to_again(ending: E
     store(cache, keys)
     store(cache, key_chain(8, branch="that pushes them out"))
     assert cache._index.find(keys[0]) is None
-    assert found(cache, keys) == 2
+    assert promoted(cache, keys) == 2
 
 
 def test_a_restarted_servers_disk_is_found_by_those_who_only_look(ending: ExitStack, tmp_path: Path) -> None:

@@ -20,7 +20,17 @@ from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, PeerHolds, PeerStream, Request, unpack_keys
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
-from kv_testing.peers import PATIENT, FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
+from kv_testing.peers import (
+    PATIENT,
+    FakePeer,
+    address_of,
+    is_whole,
+    listening,
+    own_nobody,
+    promoted,
+    reads_of,
+    served_by,
+)
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
@@ -99,29 +109,18 @@ def lanes_cache(ending: ExitStack, *hosts: str, **options: object) -> LocalCache
     return cache
 
 
-def brought(cache: LocalCache, keys: Sequence[ChunkKey]) -> int:
-    """How many chunks come up; each is what was stored."""
-    chunks = cache.admin.warm_up(keys, "test", timeout_s=10.0)
-    cache.admin.unpin("test")
-    for key in keys[:chunks]:
-        slot = cache._index.find(key)
-        assert slot is not None
-        assert cache.pool.chunk(slot, CHUNK_BYTES) == content(key, CHUNK_BYTES)
-    return chunks
-
-
 def test_what_a_peer_holds_comes_up_into_the_own_pool_and_is_priced(ending: ExitStack, peer: ThreadedServer) -> None:
     keys = [key_chain(4, branch=str(turn)) for turn in range(2)]
     for chain in keys:
         put(peer, chain)
     cache = lanes_cache(ending, address_of(peer))
-    assert [brought(cache, chain) for chain in keys] == [4, 4]
+    assert [promoted(cache, chain) for chain in keys] == [4, 4]
     (state,) = cache.lower.states()
     assert (state.name, state.health.name, state.lane.loaded) == ("peers", "UP", 8)
     # Three loads are enough for an estimate: the way costs are known is every lane's.
-    assert brought(cache, key_chain(1, branch="nobody's")) == 0
+    assert promoted(cache, key_chain(1, branch="nobody's")) == 0
     put(peer, one := key_chain(1, branch="one more"))
-    assert brought(cache, one) == 1
+    assert promoted(cache, one) == 1
     assert cache.lower.states()[0].load_cost is not None
 
 
@@ -221,7 +220,7 @@ def test_two_that_ask_each_other_make_no_loop(ending: ExitStack) -> None:
         ending.callback(server.close)
         put(server, key_chain(1, branch="so that there is a cache"))
     caches = [cache for server in servers for cache in server.server.caches.values()]
-    assert brought(caches[0], key_chain(3, branch="nobody's")) == 0
+    assert promoted(caches[0], key_chain(3, branch="nobody's")) == 0
     counts = [served_by(server) for server in servers]
     assert counts[0].asked == 0 and counts[1].asked > 0
 
@@ -307,11 +306,11 @@ def test_a_flipped_bit_is_damage_and_a_miss_and_not_asked_for_again(ending: Exit
     ending.callback(line.close)
     cache = lanes_cache(ending, f"127.0.0.1:{line.port}")
     line.spoil = flipped
-    assert brought(cache, keys) == 0
+    assert promoted(cache, keys) == 0
     line.spoil = lambda data: data
     lane = cache.lower.states()[0].lane
     assert (lane.damaged, lane.loaded) == (1, 0)
-    assert brought(cache, keys) == 0
+    assert promoted(cache, keys) == 0
     assert cache.lower.states()[0].health.name == "UP"
 
 
@@ -481,7 +480,7 @@ def test_a_peer_that_lies_about_size_identity_or_presence_is_a_miss(
     for read in reads:  # nothing is written past the room
         assert set(read.pages[CHUNK_BYTES:]) == {0xA5}
     cache = lanes_cache(ending, fake.address)
-    assert brought(cache, keys) == 0
+    assert promoted(cache, keys) == 0
     assert cache.lower.states()[0].lane.damaged == damaged
 
 

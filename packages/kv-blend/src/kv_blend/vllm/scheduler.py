@@ -148,7 +148,7 @@ class BlendScheduler:
         return self._requests[request_id] is not None
 
     def match(self, request_id: str, computed: int) -> int | None:
-        """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being asked."""
+        """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being searched."""
         blended = self._requests[request_id]
         assert blended is not None
         offered = blended.step.plan.end - computed

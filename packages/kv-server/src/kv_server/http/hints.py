@@ -72,11 +72,11 @@ def _do(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape, hint: Hi
         case PinHint(name):
             chunks = admin.pin(keys, f"{tenant}.{name}", shape=shape)
             return _of(hint, chunks, requested, "pins take half of the pool or quota at most")
-        case RetainHint(seconds=asked_s):
-            seconds = min(asked_s, MAX_TTL_S)
+        case RetainHint(seconds=requested_s):
+            seconds = min(requested_s, MAX_TTL_S)
             chunks = admin.retain(keys, seconds, shape=shape)
             limits = "at most an hour, and a quarter of the pool or quota"
-            enough = requested if asked_s == seconds else requested + 1
+            enough = requested if requested_s == seconds else requested + 1
             return _of(hint, chunks, enough, limits, ttl_seconds=seconds)
         case DemoteHint():
             chunks = -(-admin.demote(keys) // shape.keys_per_chunk)

@@ -15,7 +15,7 @@ from kv_server.report import CacheReport, Report
 SAMPLE_S: Final = 5.0
 """How often the counters are read."""
 SPANS: Final = {"hour": (5, 720), "day": (60, 1440), "month": (900, 2880)}
-"""By name, the seconds of a period, and how many periods are kept."""
+"""By name, the seconds of a period, and the limit of periods."""
 
 Amounts = tuple[int, int, int, int]
 """Chunks that were looked up, and those of them that were held; bytes that engines loaded, and that they stored."""
@@ -26,14 +26,14 @@ class Past(msgspec.Struct, frozen=True):
     """One span, oldest period first. The lists are parallel.
 
     step_s: the seconds of a period.
-    kept: how many periods there are at most.
+    limit: how many periods there are at most.
     starts_s: when each began, in seconds since 1970.
     chunks_asked, chunks_hit: looked up then, and those of them that were held.
     loaded_bytes, stored_bytes: by engines.
     """
 
     step_s: int
-    kept: int
+    limit: int
     starts_s: list[int]
     chunks_asked: list[int]
     chunks_hit: list[int]
@@ -52,7 +52,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._before: dict[str, Amounts] | None = None  # by cache, as it was read last; None: never
-        self._periods = {name: deque[_Period](maxlen=kept) for name, (_, kept) in SPANS.items()}
+        self._periods = {name: deque[_Period](maxlen=limit) for name, (_, limit) in SPANS.items()}
 
     def add(self, report: Report, at_s: float) -> None:
         """at_s: when the report was made, in seconds since 1970."""
@@ -83,5 +83,5 @@ def _amounts(cache: CacheReport) -> Amounts:
 
 
 def _sum(one: Amounts, other: tuple[int, ...]) -> Amounts:
-    asked, hit, loaded, stored = (a + b for a, b in zip(one, other, strict=True))
-    return asked, hit, loaded, stored
+    lookups, hits, loaded, stored = (a + b for a, b in zip(one, other, strict=True))
+    return lookups, hits, loaded, stored

@@ -217,10 +217,10 @@ def _freeze(args: argparse.Namespace) -> int:
 
 _ABOUT_RELOAD: Final = """\
 Have a kv-server read its settings file again, and print what has changed. Tenants and quotas change at once, in all
-caches or in none; engines notice nothing. Other settings stay as they are, and what each takes is said: most, such as
-tiers, another process. With --take-over the server starts one with the same command line, which takes over within
-milliseconds and has all settings, and the packages that are installed now. SIGHUP reads the file again, and tells only
-the log.
+caches or in none; engines notice nothing. Other settings stay as they are, and the output says what each needs: most,
+such as tiers, need another process. With --take-over the server starts one with the same command line, which takes over
+within milliseconds and has all settings, and the packages that are installed now. SIGHUP reads the file again too, and
+writes the result to the log.
 """
 _EXAMPLES_OF_RELOAD: Final = """\
 examples:
@@ -255,10 +255,10 @@ def _reload(args: argparse.Namespace) -> int:
         if why := _have_taken_over(path):
             failure = f"no other process has taken over from the server at {path}: {why}"
         else:
-            kept = {setting: needed for setting, needed in report.refused.items() if needed == "restart"}
-            settled = [f"{setting} is as in the file" for setting in report.refused if setting not in kept]
+            unchanged = {setting: needed for setting, needed in report.refused.items() if needed == "restart"}
+            settled = [f"{setting} is as in the file" for setting in report.refused if setting not in unchanged]
             changed = [*report.changed, *settled, "another process has taken over"]
-            report = dataclasses.replace(report, changed=changed, refused=kept)
+            report = dataclasses.replace(report, changed=changed, refused=unchanged)
     if args.json:
         say(json.dumps(dataclasses.asdict(report)))
     else:
@@ -397,7 +397,7 @@ examples:
   kv explain prompt.json --chunk-tokens 128 --json
   kv explain prompt.json --plan request.json
 
-With --plan it is asked for what a request reuses by blending (kv-blend): request.json has its fields, as
+With --plan it explains what a request reuses by blending (kv-blend): request.json has its fields, as
 kv_blend.request_fields makes them. The tenant's salt is in there.
 
 The prompt is also looked for without a salt, and with every --also-salt. Chunks of other salts, chunk sizes or adapters

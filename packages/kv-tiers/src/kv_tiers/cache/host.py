@@ -412,7 +412,7 @@ class HostTier:
                 self._doubtful[slot] = _Doubt(checksum, self.pool.sizes.of(key))
 
     def unverified(self) -> dict[int, bytes]:
-        """By slot, what `doubt` was told of chunks that are still here and were not verified since."""
+        """By slot, the checksums given to `doubt` of chunks that are still here and were not verified since."""
         return {slot: doubt.checksum for slot, doubt in self._doubtful.items()}
 
     def lease_doubtful(self, slots: Sequence[int]) -> Doubtful:
