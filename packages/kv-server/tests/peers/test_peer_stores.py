@@ -377,7 +377,10 @@ def test_a_header_that_says_something_else_ends_the_connection(
     nothing_stays(keeper, [write.key, *key_chain(1, branch="another")])
 
 
-@pytest.mark.parametrize("sent_bytes", [0, 100, chunk_header.HEADER_BYTES, chunk_header.HEADER_BYTES + 5000])
+WHOLE = chunk_header.HEADER_BYTES + CHUNK_BYTES
+
+
+@pytest.mark.parametrize("sent_bytes", [0, 100, chunk_header.HEADER_BYTES, WHOLE - 1])
 def test_a_sender_that_dies_leaves_nothing(ending: ExitStack, keeper: ThreadedServer, sent_bytes: int) -> None:
     (write,) = writes_of(key_chain(1))
     stream = connected(ending, keeper)
