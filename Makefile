@@ -25,6 +25,8 @@ FOUR_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-resta
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+# Of Hypothesis's tests. `test-slow` runs them again with all of theirs.
+FEWER_EXAMPLES := KV_EXAMPLES=0.4
 SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server connect cuda vllm sglang blend) tests/support
 
 help: ## print this
@@ -42,7 +44,7 @@ endif
 
 test: ## everything but `test-slow`: some 10 minutes on two cores
 	@scripts/setup.sh workspace
-	@$(MAKE) --no-print-directory -j 2 lint environments
+	@$(MAKE) --no-print-directory -j 3 lint environments collected
 	@for suite in packages engine sglang; do $(MAKE) --no-print-directory test-$$suite || exit; done
 
 .PHONY: environments
@@ -51,14 +53,18 @@ environments: # of both engines: made while one core checks types
 	-@scripts/setup.sh dynamo
 	@scripts/setup.sh sglang
 
+.PHONY: collected
+collected: # pytest compiles a test file where it is read first: once here, not in each of four workers
+	@$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q --collect-only $(NO_ENGINE) > /dev/null
+
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
-	$(ONE_THREAD) KV_EXAMPLES=0.4 $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "not gpu and not slow"
+	$(ONE_THREAD) $(FEWER_EXAMPLES) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "not gpu and not slow"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
 	-@scripts/setup.sh dynamo
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long and not trained"
+	$(ONE_THREAD) $(FEWER_EXAMPLES) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long and not trained"
 
 test-next: ## the same with the next vLLM, of which there is no CPU build yet: its Python code over the last one's kernels
 	@scripts/setup.sh vllm-next
@@ -74,15 +80,14 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "slow and not gpu"
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -k runTest
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "(slow or hypothesis) and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "slow and not long and not gpu"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "(slow or hypothesis) and not long and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
 
 test-long: ## what of both engines CI has no time for: most of the tables of models, shapes of ranks, acceptance of guesses

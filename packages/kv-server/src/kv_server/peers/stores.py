@@ -27,8 +27,6 @@ from kv_server.wire import Format
 
 _SENDERS: Final = 4
 """Senders that may have memory outside the pool at a time, one chunk each."""
-_BUSY_S: Final = 1.0
-"""How long another sender waits for its turn. Its chunks are not stored then."""
 _OPENING_S: Final = 3.0
 """How long a sender waits for the cache of its format, which its first store opens. A large disk may take longer."""
 _POLL_S: Final = 0.02
@@ -64,7 +62,7 @@ class RemoteStores:
             why = ""
         elif found is None:
             why = "it has no cache of this format yet, and could not open one in time; its log says more"
-        elif not self._senders.acquire(timeout=_BUSY_S):
+        elif not self._senders.acquire(timeout=self._timeout_s / 2):  # in time for its sender to hear of it
             why = "it is busy with what others store"
         else:
             try:
