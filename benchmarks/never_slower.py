@@ -10,6 +10,10 @@ and without.
 The limit is the better of the engine without us and of `use: always`, which loads and waits for whatever is held. For
 SGLang a second pair of rows compares it with HiCache without storage, as HiCache costs SGLang time of its own.
 
+`--elsewhere [LINK …]`: the same prompts where only another host has a server (`type: peers` with `stores`), over links
+of these bandwidths: once with nothing there, and once by a second engine, as after a restart. The limit is the engine
+without us.
+
 One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
 the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
 and how many threads it had and used, is printed on standard error: where the two differ, the times compare something
@@ -26,7 +30,9 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +53,9 @@ ROUNDS = 4
 ALLOWED = 1.05
 THROTTLES = {"unthrottled": 0.0, "1 GB/s": 1e9, "100 MB/s": 1e8, "10 MB/s": 1e7}
 """Bytes a second that the tier brings; 0: as many as it can."""
+LINKS = {"10 Gb/s": 1.25e9, "1 Gb/s": 1.25e8, "100 Mb/s": 1.25e7}
+"""Bytes a second, in each direction."""
+ALLOWED_ELSEWHERE = 1.02
 
 
 def serve(engine: str, model: str, way: str, cache: dict[str, Any] | None) -> None:
@@ -171,6 +180,53 @@ def throttled_rows(
     return made
 
 
+def throttle(bytes_per_s: float) -> Callable[[bytes], bytes]:
+    """One direction of a link, for all connections through a `Proxy` together."""
+    lock, free_s = threading.Lock(), [time.monotonic()]
+
+    def carry(data: bytes) -> bytes:
+        with lock:
+            free_s[0] = until_s = max(free_s[0], time.monotonic()) + len(data) / bytes_per_s
+        if (wait_s := until_s - time.monotonic()) > 1e-3:  # shorter ones would take longer
+            time.sleep(wait_s)
+        return data
+
+    return carry
+
+
+def elsewhere_rows(
+    engine: str, host: dict[str, str], numbers: list[int], model: str, disk: Path, chosen: argparse.Namespace
+) -> list[Row]:
+    from kv_server import launch
+    from kv_testing.servers import Proxy
+
+    made = []
+    for link in chosen.elsewhere or LINKS:
+        seconds: dict[str, list[float]] = {"without": [], "cold": [], "restarted": []}
+        for start in range(chosen.starts):
+            label = f"a server behind {link}, start {start + 1}"
+            peers = {"listen": "127.0.0.1:0", "unprotected": True, "take_stores": True}
+            server = launch({"host": {"capacity_bytes": "512MiB"}, "peers": peers}, socket=disk.parent / "s")
+            proxy = Proxy(int(server.peers.rpartition(":")[2]))
+            proxy.spoil, proxy.spoil_questions = throttle(LINKS[link]), throttle(LINKS[link])
+            tier = {"type": "peers", "hosts": [f"127.0.0.1:{proxy.port}"], "stores": True, "unprotected": True}
+            cache = {"host": host, "tiers": [tier], "use": "auto"}
+            try:
+                for way in ("cold", "restarted", "without"):
+                    settings = None if way == "without" else cache
+                    seconds[way] += one_start(f"{label}, {way}", engine, "", settings, numbers, model, chosen.threads)[
+                        0
+                    ]
+            finally:
+                proxy.close()
+                server.stop()
+        for way in ("cold", "restarted"):
+            mean, without = statistics.fmean(seconds[way]), statistics.fmean(seconds["without"])
+            name = f"a server behind {link}, {way}, mean"
+            made.append(Row(name, mean, "s", without, mean / without, ALLOWED_ELSEWHERE, at_most=True))
+    return made
+
+
 def main() -> int:
     if "--serve" in sys.argv:
         engine, model, way, cache = sys.argv[2:]
@@ -187,6 +243,13 @@ def main() -> int:
         choices=THROTTLES,
         metavar="BANDWIDTH",
         help=f"over tiers of these bandwidths instead, of all where none is named: {', '.join(THROTTLES)}",
+    )
+    asked.add_argument(
+        "--elsewhere",
+        nargs="*",
+        choices=LINKS,
+        metavar="LINK",
+        help=f"with a server of another host instead, over links of these bandwidths, or all: {', '.join(LINKS)}",
     )
     asked.add_argument(
         "--threads",
@@ -224,6 +287,8 @@ def main() -> int:
         if chosen.throttled is not None:
             offer(Path(scratch))
             return report(throttled_rows(chosen.engine, host, turns, model, directory, chosen), chosen.json)
+        if chosen.elsewhere is not None:
+            return report(elsewhere_rows(chosen.engine, host, turns, model, directory, chosen), chosen.json)
         made = [row for name, *run in runs for row in rows(name, chosen.engine, *run, model, directory, chosen)]
     return report(made, chosen.json)
 
