@@ -74,6 +74,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
+	@scripts/setup.sh site
 	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "slow and not gpu"
 	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -k runTest
 	@$(MAKE) --no-print-directory test-engines

@@ -1,4 +1,4 @@
-"""Writes the pages of the documentation site: the documents, the files that they link to, and a reference from the code.
+"""Writes the documentation site's pages: the documents, the files that they link to, a reference from the code.
 
     python scripts/site_pages.py build/pages
 
@@ -63,7 +63,7 @@ def write_documents(pages: Path) -> None:
                 found = shown
             return before + os.path.relpath(found, here) + after
 
-        text = outside_fences(document.read_text(encoding="utf-8"), lambda part: LINK.sub(lead, part))  # noqa: B023  # called now
+        text = outside_fences(document.read_text(encoding="utf-8"), lambda part: LINK.sub(lead, part))  # called now
         write(pages, document.relative_to(ROOT), text.encode())
 
 
@@ -75,7 +75,11 @@ def write(pages: Path, name: Path, data: bytes) -> None:
 def helps(*command: str, depth: int = 0) -> Iterator[str]:
     """What a command says of itself, and then each of its own commands."""
     said = subprocess.run(  # noqa: S603  # our own commands
-        [*command, "--help"], capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100", "XDG_RUNTIME_DIR": "/run/user/1000"}
+        [*command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COLUMNS": "100", "XDG_RUNTIME_DIR": "/run/user/1000"},
     ).stdout
     name = " ".join(["python" if part == sys.executable else Path(part).name for part in command])
     yield f"{'#' * (2 + depth)} {name}\n\n```text\n{said.strip()}\n```\n"
@@ -86,7 +90,11 @@ def helps(*command: str, depth: int = 0) -> Iterator[str]:
 
 def commands() -> str:
     beside = Path(sys.executable).parent
-    all_helps = (*helps(f"{beside}/kv"), *helps(f"{beside}/kv-server"), *helps(sys.executable, "-m", "kv_sglang", "flags"))
+    all_helps = (
+        *helps(f"{beside}/kv"),
+        *helps(f"{beside}/kv-server"),
+        *helps(sys.executable, "-m", "kv_sglang", "flags"),
+    )
     return "# Commands\n\nWhat `--help` prints.\n\n" + "\n".join(all_helps)
 
 
@@ -117,7 +125,10 @@ def type_of(schema: dict[str, Any]) -> str:
 
 def http_page(described: dict[str, Any]) -> str:
     """Of the OpenAPI document: each operation, and each record that is asked for or answered."""
-    parts = [f"# HTTP\n\nFrom the server's own `GET /openapi.json`. [How to use it](../http.md).\n\n{described['info']['description']}\n"]
+    parts = [
+        "# HTTP\n\nFrom the server's own `GET /openapi.json`. [How to use it](../http.md).\n",
+        f"{described['info']['description']}\n",
+    ]
     for path, methods in described["paths"].items():
         for method, one in methods.items():
             if method == "parameters":
@@ -135,7 +146,8 @@ def http_page(described: dict[str, Any]) -> str:
     for name, schema in described["components"]["schemas"].items():
         needed = schema.get("required", [])
         rows = [
-            f"- `{field}`{'' if field in needed else ' (may be left out)'}: {type_of(of)}" + (f". {of['description']}" if "description" in of else "")
+            f"- `{field}`{'' if field in needed else ' (may be left out)'}: {type_of(of)}"
+            + (f". {of['description']}" if "description" in of else "")
             for field, of in schema.get("properties", {}).items()
         ]
         parts.append("\n".join([f"### {name}\n", schema.get("description", ""), "", *rows, ""]))
