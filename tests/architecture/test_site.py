@@ -89,3 +89,20 @@ def test_the_reference_has_what_the_code_has_and_can_be_searched(site: dict[str,
     assert {"post-route", "clearrequest"} <= site["/docs/reference/http/"].anchors
     text = json.dumps(json.loads((SITE / "search.json").read_text()))
     assert "kv_estimate_ratio" in text and "--max-bytes" in text
+
+
+def test_commands_in_the_documents_have_these_options(site: dict[str, Page]) -> None:
+    text = (PAGES / "docs" / "reference" / "commands.md").read_text()
+    helps: dict[str, str] = defaultdict(str)
+    for title, said in re.findall(r"^##+ (kv\S*(?: \w+)?).*?\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
+        helps[title] += said
+    wrong, asked = set(), 0
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]:
+        for code in re.findall(r"^```.*?^```|`[^`\n]+`", document.read_text(), re.MULTILINE | re.DOTALL):
+            for command, rest in re.findall(r"(?:^|[`$(;|&] *)(kv-server|kv \w+)\b([^`\n|;&#]*)", code, re.MULTILINE):
+                asked += 1
+                options = re.findall(r"(?<!\S)--[a-z-]+", rest)
+                known = helps.get(command, "")
+                wrong |= {(document.name, command, one) for one in options if f"{one} " not in known.replace("\n", " ")}
+                wrong |= {(document.name, command, "")} if not known else set()
+    assert asked > 60 and not wrong
