@@ -204,5 +204,5 @@ format: ## let ruff put the formatting right
 	$(WORKSPACE)/ruff check --fix .
 	$(WORKSPACE)/ruff format .
 
-clean: ## remove the environments and caches
-	rm -rf .venv .venvs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove the environments, the site and caches
+	rm -rf .venv .venvs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
