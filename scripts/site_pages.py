@@ -63,7 +63,7 @@ def write_documents(pages: Path) -> None:
                 found = shown
             return before + os.path.relpath(found, here) + after
 
-        text = outside_fences(document.read_text(encoding="utf-8"), lambda part: LINK.sub(lead, part))  # called now
+        text = outside_fences(document.read_text(encoding="utf-8"), lambda part: LINK.sub(lead, part))
         write(pages, document.relative_to(ROOT), text.encode())
 
 
