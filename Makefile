@@ -1,7 +1,7 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-gpu test-trained lint bench bench-engine bench-gpu bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
-  wheels check-wheels release-check pages format clean
+  wheels check-wheels release-check pages site format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -80,6 +80,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
+	@scripts/setup.sh site
 	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "(slow or hypothesis) and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
@@ -197,10 +198,16 @@ pages: ## write the parts of the documents that are made from the code and from 
 	$(WORKSPACE)/python scripts/performance_tables.py --write
 	$(WORKSPACE)/python scripts/compatibility.py --write
 
+site: ## the documentation site, into build/site
+	@scripts/setup.sh workspace
+	@scripts/setup.sh site
+	$(WORKSPACE)/python scripts/site_pages.py build/pages
+	.venvs/site/bin/zensical build --strict
+
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace
 	$(WORKSPACE)/ruff check --fix .
 	$(WORKSPACE)/ruff format .
 
-clean: ## remove the environments and caches
-	rm -rf .venv .venvs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove the environments, the site and caches
+	rm -rf .venv .venvs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

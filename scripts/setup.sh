@@ -15,6 +15,7 @@
 #   scripts/setup.sh mooncake     a Mooncake Store for its tier's tests, into .venv; its libraries from apt, as root
 #   scripts/setup.sh arm64        a compiler for 64-bit Arm and an emulator, for the kernels' tests; from apt, as root
 #   scripts/setup.sh deploy       what checks deploy/ and a release: Helm, hadolint and the like into .venv; from apt, as root, others
+#   scripts/setup.sh site         what builds the documentation site, into .venvs/site
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -151,6 +152,7 @@ nixl)
   .venvs/vllm/bin/python -c 'import nixl' 2>/dev/null ||
     "$uv" pip install --quiet --python .venvs/vllm/bin/python --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
   ;;
+site) install .venvs/site 'zensical==0.0.73' 'markdown==3.11.3' 'pymdown-extensions==13.1.2' 'pygments==2.21.0' ;;
 dynamo) install .venvs/dynamo 'ai-dynamo-runtime==1.6.1' ;;
 mooncake)
   if ! .venv/bin/python -c 'import mooncake.store' 2>/dev/null; then
@@ -182,5 +184,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, vllm-next, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, deploy, arm64 or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, vllm-next, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, deploy, arm64, site or browser"; exit 2 ;;
 esac

@@ -1,6 +1,8 @@
 """Every example runs as it is."""
 
 import json
+import os
+import re
 import runpy
 import socket
 import subprocess
@@ -35,6 +37,17 @@ def test_the_router_learns_the_size_of_the_engines_chunks(tmp_path: Path) -> Non
 
 def test_there_is_something_to_run() -> None:
     assert len(EXAMPLES) >= 2
+
+
+def test_the_page_about_sizing_shows_what_its_command_prints() -> None:
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    (command,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (shown,) = re.findall(r"```\n(policy .*?)```", page, re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert set(shown.splitlines()) <= set(said.stdout.splitlines()), said.stdout + said.stderr
 
 
 class Engine(ThreadingHTTPServer):

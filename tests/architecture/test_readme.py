@@ -1,6 +1,7 @@
 """The README stays true where a machine can tell: its settings are the defaults, its links lead somewhere."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,13 @@ def test_the_tiers_it_shows_can_be_written_so() -> None:
         tier_factory(tier["type"])
         own = {name: value for name, value in tier.items() if name not in common}
         read_options(OPTIONS[tier["type"]], own, tier["type"])
+
+
+def test_the_settings_that_any_document_shows_are_settings() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]:
+        for block in re.findall(r"^ *```yaml\n(.*?)^ *```", document.read_text(), re.MULTILINE | re.DOTALL):
+            shown = block.replace("salt_file: /run/secrets/team-a", "salt: made-up")  # a file that is nobody's here
+            load(yaml.safe_load(textwrap.dedent(shown)), {})
 
 
 def headings(document: Path) -> set[str]:

@@ -1,5 +1,7 @@
 """What an operator installs: files that parse, settings that our own parser takes, versions that agree."""
 
+import json
+import math
 import re
 import subprocess
 import sys
@@ -42,6 +44,27 @@ def test_every_file_of_yaml_is_yaml() -> None:
     files = [path for path in DEPLOY.rglob("*.y*ml") if "templates" not in path.parts]
     assert len(files) > 8
     assert all(yaml.safe_load(path.read_text()) for path in files)
+
+
+RECIPE_KEYS = [
+    *("meta", "model", "dependencies", "features", "opt_in_features", "variants"),
+    *("compatible_strategies", "hardware_overrides", "strategy_overrides", "guide"),
+]
+"""In the order that vllm-project/recipes asks for in its CONTRIBUTING.md."""
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_vllms_recipe_has_its_form_and_settings_that_are_taken(path: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(path.read_text())
+    assert list(recipe) == [key for key in RECIPE_KEYS if key in recipe]
+    model, bf16 = recipe["model"], recipe["variants"]["default"]
+    assert model["model_id"] == f"{path.parent.name}/{path.stem}"
+    assert f" {model['min_vllm_version']}," in (ROOT / "docs" / "deploy.md").read_text()
+    assert bf16["vram_minimum_gb"] == math.ceil(float(model["parameter_count"].rstrip("B")) * 2 * 1.2)
+    assert recipe["opt_in_features"] == list(recipe["features"])
+    flag, transfer = recipe["features"]["kv_tiers"]["args"]
+    assert f"vllm serve {model['model_id']} {flag} '{transfer}'" in recipe["guide"]
+    parsed(json.loads(transfer)["kv_connector_extra_config"], tmp_path)
 
 
 @pytest.mark.parametrize("where", ["compose", "image", "systemd"])

@@ -1,10 +1,19 @@
 """`kv peers`: what it makes, and what it refuses. That servers accept and refuse by it is in test_peer_server.py."""
 
+import os
+import re
 import ssl
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kv_core.testing import key_chain
 from kv_core.tools.cli import main
+from kv_testing.cache_servers import held, join_at, read, store
+from kv_testing.servers import free_port
+from kv_testing.wait import line, until
 
 
 def run(*words: str) -> int:
@@ -66,3 +75,40 @@ def test_what_cannot_be_done_is_one_line(
     told = capsys.readouterr()
     assert said in told.err and told.err.count("\n") == 1
     assert not (tmp_path / "p").exists()
+
+
+def test_the_commands_of_docs_peers_start_two_hosts_that_read_from_each_other(home: Path) -> None:
+    """As the page has them, but for the hosts, which are two names of this machine, the ports, and the disk's size."""
+    page = (Path(__file__).parents[3] / "docs" / "peers.md").read_text().partition("\n## Two hosts\n")[2]
+    settings, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
+    first, second = (line.partition("#")[0].split() for line in commands.splitlines())
+    bin_of = Path(sys.executable).parent
+    a, b = (("localhost", free_port()), ("127.0.0.1", free_port()))
+    names = [name.replace("kv-a.internal", a[0]).replace("kv-b.internal", b[0]) for name in first]
+    subprocess.run([bin_of / names[0], *names[1:]], cwd=home, check=True, capture_output=True)
+    with ExitStack() as ending:
+        caches = []
+        for (name, port), (other, other_port) in ((a, b), (b, a)):
+            (there := home / f"host-{name}").mkdir(mode=0o700)
+            text = settings.replace("kv-b.internal:9500", f"{other}:{other_port}").replace(
+                "10.0.0.1:9500", f"127.0.0.1:{port}"
+            )
+            text = text.replace("/etc/kv", str(home / "peers" / name)).replace("/var/cache/kv", str(there / "disk"))
+            (there / "kv.yaml").write_text(text.replace("4GiB", "1MiB").replace("500GiB", "64MiB"))
+            process = ending.enter_context(
+                subprocess.Popen(
+                    [bin_of / second[0], *second[1:]],
+                    cwd=there,
+                    env=os.environ | {"XDG_RUNTIME_DIR": str(there)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            ending.callback(process.terminate)
+            said = line(process.stdout)
+            assert said.startswith("READY") and f"peers=127.0.0.1:{port}" in said
+            caches.append(join_at(Path(said.split()[1])))
+            ending.callback(caches[-1].close)
+        store(caches[0], keys := key_chain(3))
+        until(lambda: held(caches[1], keys) == 3, within_s=60)
+        assert read(caches[1], keys)
