@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from kv_server.http.document import openapi_document
 from kv_server.http.endpoints import Endpoints
+from kv_server.http.explain import explain_operations
 from kv_server.http.hints import hint_operations
 from kv_server.http.operation import Operation, Problem, perform, problem_response
 from kv_server.http.operations import (
@@ -73,6 +74,7 @@ def make_app(relay: Relay, *, token: str, archive_directory: str, endpoints: Seq
         *prefix_operations(relay, archive_directory),
         *hint_operations(relay),
         *route_operations(relay),
+        *explain_operations(relay),
         *Endpoints(relay).bound(endpoints),
     ]
     described = msgspec.json.encode(openapi_document(operations))
