@@ -16,9 +16,9 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import NO_TENANT, ChunkKey, keys_in
 from kv_core.service import Ended, LookupPlan
 from kv_observe.explain import explain, weigh
+from kv_observe.lookup_uses import LookupUses
 from kv_tiers.cache.local import LocalCache
 
-from kv_server.lookup_uses import LookupUses
 from kv_server.wire import Format
 
 OnLookup = Callable[[Sequence[ChunkKey], ChunkShape, Costs | None, LookupPlan], None]

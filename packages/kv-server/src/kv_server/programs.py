@@ -116,12 +116,14 @@ class _Program(threading.Thread):
         with self._lock:
             if self._is_ending.is_set():
                 return ""
+            output = subprocess.DEVNULL if sys.stderr is None else 2  # our standard output is for the line READY
             try:
                 process = subprocess.Popen(  # noqa: S603  # what the settings say
                     [sys.executable, "-I", "-S", "-c", _RUN, str(os.getpid()), *self._command],
                     env=dict(self._variables),
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL if sys.stderr is None else 2,  # ours is for the line READY
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                 )
             except OSError as error:

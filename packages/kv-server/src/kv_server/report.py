@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kv_core.service import CacheCounts
+from kv_observe.lookup_uses import LookupUse
 from kv_tiers.tier_state import Held, TierState
-
-from kv_server.lookup_uses import LookupUse
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ import pytest
 from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
-from kv_server import RemoteCache, lookup_uses
+from kv_observe import lookup_uses
+from kv_server import RemoteCache
 from kv_testing.http import Served, problem, store_keys
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
