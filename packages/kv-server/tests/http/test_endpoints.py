@@ -46,6 +46,10 @@ def echo(view: ServerView, body: Named, tag: str) -> Named:
     return Named(f"{body.name} of {tag}")
 
 
+def names(view: ServerView, **parameters: str) -> Named:
+    return Named(" ".join(f"{name}={text}" for name, text in sorted(parameters.items())))
+
+
 def fails(view: ServerView) -> Sum:
     raise SystemExit(f"secret of {view}")
 
@@ -72,6 +76,10 @@ FAULTS: dict[str, Any] = {
     "too many positional arguments": Operation("POST", "/a", "", sums, Sum, Named),
     "missing a required argument: 'tag'": Operation("POST", "/a", "", echo, Named, Named),
     "not supported": Operation("GET", "/a", "", sums, threading.Event),
+    "GET /a: KeyError": Operation("GET", "/a", "", sums, None),
+    "GET /a: ValueError": Operation("GET", "/a", "", sums, Sum, status=42),
+    "POST /a: TypeError": Operation("POST", "/a", "", sums, Sum, int),  # type: ignore[arg-type]
+    "two parameters of one name": Operation("GET", "/{a}/{a}", "", sums, Sum),
 }
 
 
@@ -83,6 +91,7 @@ def make_mine(parameters: Mapping[str, object]) -> Sequence[Any]:
     return [
         Operation("GET", "/sum", "What is held", sums, Sum),
         Operation("POST", "/echo/{tag}", "The same again", echo, Named, Named, failures=(404,)),
+        Operation("GET", "/of/{operation}/{self}", "Names that are ours inside", names, Named),
         Operation("GET", "/fails", "Nothing", fails, Sum),
         Operation("GET", "/lies", "Nothing", lies, Sum),
         Operation("GET", "/blocks", "Nothing for a while", blocks, Sum),
@@ -97,7 +106,8 @@ def make_broken(parameters: Mapping[str, object]) -> Sequence[Any]:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "somebody_else", sys.modules[__name__])
     offered = EntryPoints(
-        EntryPoint(name, f"somebody_else:make_{name}", endpoints.GROUP) for name in ("mine", "broken")
+        EntryPoint(name, f"somebody_else:make_{name.split('/')[0]}", endpoints.GROUP)
+        for name in ("mine", "broken", "mine/too")
     )
     monkeypatch.setattr(plugins, "entry_points", lambda group: offered.select(group=group))
 
@@ -119,6 +129,7 @@ def test_they_see_what_the_server_holds_and_are_in_its_document(served: Served) 
     assert answer.headers["x-content-type-options"] == "nosniff"
     paths = served.get("/openapi.json").json()["paths"]
     assert paths["/endpoints/mine/sum"]["get"]["summary"] == "What is held"
+    assert served.get("/endpoints/mine/of/a/b").json() == {"name": "operation=a self=b"}
     described = paths["/endpoints/mine/echo/{tag}"]["post"]
     assert described["security"] == [{"token": []}]
     assert set(described["responses"]) >= {"200", "400", "401", "404", "500", "503"}
@@ -184,6 +195,7 @@ def test_one_that_cannot_be_served_stops_the_start(fault: str) -> None:
         ([{"level": 3}], "http.endpoints: say which"),
         ([{"name": "mine", "level": 3}], "takes no level"),
         (["broken"], "'broken' cannot be used: a bug of somebody else"),
+        (["mine/too"], "its name is part of a path"),
         (["mine", "mine"], "two GET /endpoints/mine/sum"),
     ],
 )

@@ -35,7 +35,8 @@ GROUP: Final = "kv_server.endpoints"
 MAX_RUNNING: Final = 8
 """Requests for endpoints that are answered at once."""
 _METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
-_PATH: Final = r"(/([A-Za-z0-9._-]+|\{[a-z_]+\}))+"
+_NAME: Final = "[A-Za-z0-9._-]+"
+_PATH: Final = rf"(/({_NAME}|{{[a-z_]+}}))+"
 
 
 class ServerView:
@@ -74,6 +75,8 @@ def read_endpoints(specs: Sequence[str | Mapping[str, Any]]) -> list[Operation]:
 def _operations(spec: str | Mapping[str, Any]) -> Iterator[Operation]:
     name, parameters = name_and_parameters(spec, "http.endpoints")
     factory: EndpointFactory = load_plugin(GROUP, "endpoint", name)
+    if not re.fullmatch(_NAME, name):
+        raise ConfigError(f"the endpoint {name!r} cannot be served: its name is part of a path; let it be a plain word")
     try:
         made = list(factory(parameters))
     except ConfigError:
@@ -98,13 +101,15 @@ def _why_wrong(operation: object) -> str:
     where = f"{operation.method} {operation.path}"
     if inspect.iscoroutinefunction(operation.answer_with):
         return f"{where} is answered by an async function; write an ordinary one, which has a thread of its own"
+    names = re.findall(r"{(\w+)}", operation.path)
+    if len(set(names)) < len(names):
+        return f"{where} has two parameters of one name"
     try:
         arguments = [None] * (1 if operation.body is None else 2)
-        names = re.findall(r"{(\w+)}", operation.path)
         inspect.signature(operation.answer_with).bind(*arguments, **dict.fromkeys(names))
-        openapi_document([operation])
-    except (TypeError, ValueError) as error:  # the function takes others, or a type is none of JSON's
-        return f"{where}: {error}"
+        msgspec.json.encode(openapi_document([operation]))
+    except Exception as error:  # noqa: BLE001  # the function takes others, or a type is none of JSON's
+        return f"{where}: {type(error).__name__}: {error}"
     return ""
 
 
@@ -118,7 +123,7 @@ class Endpoints:
     def bound(self, operations: Sequence[Operation]) -> list[Operation]:
         return [replace(one, answer_with=partial(self._answer, one)) for one in operations]
 
-    async def _answer(self, operation: Operation, *body: msgspec.Struct, **parameters: str) -> Response:
+    async def _answer(self, operation: Operation, /, *body: msgspec.Struct, **parameters: str) -> Response:
         """Raises `Problem` and `InputError` as the endpoint does, and `Problem`: it failed, or cannot be called now."""
         if not self._places.acquire(blocking=False):
             raise Problem(503, f"{MAX_RUNNING} requests for endpoints are being answered; ask again", _SOON)
