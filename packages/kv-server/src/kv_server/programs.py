@@ -129,7 +129,8 @@ class _Program(threading.Thread):
             except OSError as error:
                 return f"cannot be started: {error.strerror}"
             self._pid = process.pid
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ChildProcessError):  # it has ended, and SIGCHLD is ignored
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
             self._signal(signal.SIGKILL)  # what it has left behind, while the group's number is still its own
             self._pid = 0
