@@ -119,7 +119,7 @@ class _Program(threading.Thread):
             output = subprocess.DEVNULL if sys.stderr is None else 2  # our standard output is for the line READY
             try:
                 process = subprocess.Popen(  # noqa: S603  # what the settings say
-                    [sys.executable, "-I", "-S", "-c", _RUN, str(os.getpid()), *self._command],
+                    [sys.executable, "-P", "-I", "-S", "-c", _RUN, str(os.getpid()), *self._command],
                     env=dict(self._variables),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
