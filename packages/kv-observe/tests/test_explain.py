@@ -22,9 +22,9 @@ from kv_observe.explain import Explanation, explain
 from kv_observe.history import MAX_KNOWN_KEY_SPACES, ChunkFate, History, Memory
 from kv_server import RemoteCache, launch, wire
 from kv_server.connection import ask_server
+from kv_server.explained import explained_text
 from kv_server.process import ServerProcess
 from kv_server.server import explain_prompt
-from kv_server.tools import server_cli
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for, shapes
 from kv_testing.tower import Tower
@@ -449,7 +449,7 @@ def test_a_tier_that_was_not_asked_may_hold_it_yet() -> None:
     state = ChunkState(0, 1, "", "evicted", "host", "store", "lru", 1.0, below=("disk", "redis"))
     explained = wire.Explained((1,), "f", "00", "00", [], False, 1, 0, 0, [], ["redis"], [state], False, None)
     answer = wire.Explanations(1, 10, 1.0, True, [explained])
-    text = server_cli._why_missing(state, answer)
+    (text, _) = explained_text(explained, answer)
     assert "stored in disk since, and not there now" in text
     assert "stored in redis since, which was not queried" in text
 

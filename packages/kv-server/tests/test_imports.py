@@ -25,6 +25,7 @@ CLIENT = {
     "kv_tiers.tier_state",
     "kv_observe",
     "kv_observe.chunk_state",
+    "kv_observe.lookup_uses",
 }
 
 

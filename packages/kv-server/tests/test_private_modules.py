@@ -106,5 +106,5 @@ def test_no_command_of_ours_starts_python_with_the_current_directory() -> None:
     packages = Path(__file__).parents[2]
     assert packages.name == "packages"
     starts = [file for file in packages.glob("*/src/**/*.py") if "sys.executable" in file.read_text()]
-    assert sorted(file.name for file in starts) == ["cufile.py", "doctor.py", "process.py"]
+    assert sorted(file.name for file in starts) == ["cufile.py", "doctor.py", "process.py", "programs.py"]
     assert all('sys.executable, "-P"' in file.read_text() for file in starts)

@@ -4,7 +4,7 @@
 mine = "my_package.my_module:make_mine"
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -30,6 +30,20 @@ def extra_needed(what: str, requirement: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(f"{what} needs {error.name or error}: pip install '{requirement}'") from None
+
+
+def name_and_parameters(spec: str | Mapping[str, Any], setting: str) -> tuple[str, dict[str, Any]]:
+    """Of a plugin as settings give it: a bare name, or a mapping of `name` and parameters.
+
+    Raises:
+        ConfigError: there is no name.
+    """
+    parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = parameters.pop("name", None)
+    if not isinstance(name, str):
+        last = setting.rpartition(".")[2]
+        raise ConfigError(f"{setting}: say which, such as {last}: [mine], or [{{name: mine, level: 3}}]")
+    return name, parameters
 
 
 def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = ()) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from kv_core.plugins import load_plugin
 from kv_eviction.arc import ArcPolicy
 from kv_eviction.policy import EvictionPolicy
 from kv_eviction.prefix import PrefixPolicy
-from kv_eviction.simple import FifoPolicy, LfuPolicy, LruPolicy, MruPolicy
+from kv_eviction.simple import FifoPolicy, LfuPolicy, LruPolicy, MruPolicy, NoopPolicy
 
 PolicySpec = str | dict[str, Any]
 """As in the settings: a name, or a mapping of `name` and parameters."""
@@ -33,8 +33,10 @@ _BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
     "fifo": lambda capacity_chunks: FifoPolicy(),
     "prefix": PrefixPolicy,
     "mru": lambda capacity_chunks: MruPolicy(),
+    "noop": lambda capacity_chunks: NoopPolicy(),
 }
-POLICY_NAMES: tuple[str, ...] = tuple(_BUILT_IN)
+POLICY_NAMES: tuple[str, ...] = tuple(name for name in _BUILT_IN if name != "noop")
+"""Of the built-in ones that rank chunks."""
 
 
 def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
@@ -49,7 +51,7 @@ def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
         raise ConfigError(f"policy: say its name, such as name: {DEFAULT_POLICY}")
     make_built_in = _BUILT_IN.get(name)
     if make_built_in is None:
-        factory: PolicyFactory = load_plugin(GROUP, "eviction policy", name, built_in=POLICY_NAMES)
+        factory: PolicyFactory = load_plugin(GROUP, "eviction policy", name, built_in=_BUILT_IN)
         return factory(capacity_chunks, parameters)
     if parameters:
         raise ConfigError(f"the eviction policy {name!r} has no parameters; leave out {', '.join(sorted(parameters))}")

@@ -1,4 +1,4 @@
-"""Policies that keep one order: LRU, MRU, FIFO, LFU."""
+"""Policies that keep one order: LRU, MRU, FIFO, LFU; and one that keeps none and evicts nothing."""
 
 import heapq
 import itertools
@@ -169,6 +169,13 @@ class FifoPolicy(OneOrder):
             self._excluded.remove(slot)
             self._oldest_first[slot] = None
             self._oldest_first.move_to_end(slot, last=False)
+
+
+class NoopPolicy(FifoPolicy):
+    """Offer nothing: what is held stays, and what comes to a full tier is not stored."""
+
+    def victim(self) -> int | None:
+        return None
 
 
 # Most recently used: suits circular scans that do not fit (Chou and DeWitt, "An evaluation of buffer management

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError
-from kv_core.plugins import load_plugin
+from kv_core.plugins import load_plugin, name_and_parameters
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
@@ -100,8 +100,5 @@ def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFacto
     Raises:
         ConfigError: there is no such subscriber.
     """
-    parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = parameters.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError("observe.subscribers: say which, such as subscribers: [mine], or [{name: mine, level: 3}]")
+    name, parameters = name_and_parameters(spec, "observe.subscribers")
     return name, load_plugin(GROUP, "subscriber", name), parameters

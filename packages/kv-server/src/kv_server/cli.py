@@ -25,6 +25,7 @@ from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
 from kv_server.process import environment, module_command
+from kv_server.programs import Programs
 from kv_server.reload import Reloading
 from kv_server.server import CacheServer
 from kv_server.succession.upgrade import TakingOver, VanishedError
@@ -128,6 +129,7 @@ same file, and join this server if server.socket is set in it. In YAML:
     socket: /run/…/kv.sock        # instead of the place that the name gives; in a directory of mode 0700
     max_formats: 4                # formats of chunks (models) served at once
     max_sessions: 128             # clients served at once
+    programs: [[/…/register]]     # commands that run beside it, and end with it
   peers:                          # other hosts' servers that read from this one (docs/peers.md)
     listen: 10.0.0.1:9500         # off unless set
     tls_ca_file: /…/ca.pem        # who may connect; `kv peers init` makes all three files
@@ -138,6 +140,7 @@ same file, and join this server if server.socket is set in it. In YAML:
     listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; off unless set
     token_file: /…/token          # created if missing; without it nothing can be changed over HTTP
     archive_directory: /…/saved   # where prefixes are exported to and imported from
+    endpoints: [mine]             # of other packages
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
 SIGTERM and SIGINT stop it: it accepts no more clients, stores what is waiting for the lower tiers, and exits. So does
@@ -199,17 +202,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parent is not None:
         _terminate_with(args.parent)
     status = 0
+    programs = Programs(config.programs)
     try:
         if http is not None:
             http.start(server)
         manager.keep_alive(server.submit)
         if succession is None:
             _announce(server, http, output, manager)
+            programs.start(_served(server, http))
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
         status, http = 2, None
         server.stop()
-    later = _Later(server, config, output, manager)
+    later = _Later(server, config, output, manager, programs)
     if succession is not None:
         later.start()
     try:
@@ -217,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
         status = 2
+    programs.stop()
     for serving in (http, later.http):
         if serving is not None:
             serving.stop()
@@ -234,10 +240,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Later(threading.Thread):
     """What a server that has taken over does once the other process has ended, while it serves already."""
 
-    def __init__(self, server: CacheServer, config: ServerConfig, output: int | None, manager: ServiceManager) -> None:
+    def __init__(
+        self,
+        server: CacheServer,
+        config: ServerConfig,
+        output: int | None,
+        manager: ServiceManager,
+        programs: Programs,
+    ) -> None:
         super().__init__(name="kv-taken-over", daemon=True)
         self.http: HttpThread | None = None
         self._server, self._config, self._output, self._manager = server, config, output, manager
+        self._programs = programs
 
     def run(self) -> None:
         try:
@@ -251,6 +265,17 @@ class _Later(threading.Thread):
             _log.error("nothing is served over HTTP: %s", error)
             self.http = None
         _announce(self._server, self.http, self._output, self._manager)
+        self._programs.start(_served(self._server, self.http))
+
+
+def _served(server: CacheServer, http: "HttpThread | None") -> dict[str, str]:
+    """For programs: the variables that say what is served."""
+    served = {"KV_SERVER_SOCKET": str(server.socket_path), "KV_SERVER_PID": str(os.getpid())}
+    if http is not None:
+        served["KV_SERVER_URL"] = http.url
+    if server.peers_address is not None:
+        served["KV_SERVER_PEERS"] = str(server.peers_address)
+    return served
 
 
 def _announce(server: CacheServer, http: "HttpThread | None", output: int | None, manager: ServiceManager) -> None:

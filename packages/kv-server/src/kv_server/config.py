@@ -15,6 +15,7 @@ from kv_tiers.settings import Layer, Settings, resolve
 from kv_tiers.tenants import Tenant, read_tenants
 
 from kv_server.address import user_directory
+from kv_server.programs import check_programs
 
 _MAX_PATH_BYTES: Final = 107
 """The longest path that the kernel accepts for a socket."""
@@ -82,6 +83,7 @@ def server_config(settings: Settings) -> ServerConfig:
         **msgspec.structs.asdict(settings.server),
     )
     _check_address(config)
+    check_programs(config.programs)
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise ConfigError(f"server.name is {config.name!r}; write a plain word")
     if len(os.fsencode(config.socket_path())) > _MAX_PATH_BYTES:

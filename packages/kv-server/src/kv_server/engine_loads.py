@@ -16,6 +16,7 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import NO_TENANT, ChunkKey, keys_in
 from kv_core.service import Ended, LookupPlan
 from kv_observe.explain import explain, weigh
+from kv_observe.lookup_uses import LookupUses
 from kv_tiers.cache.local import LocalCache
 
 from kv_server.wire import Format
@@ -76,6 +77,7 @@ class EngineLoads:
         self._clock = clock
         self._spaces: OrderedDict[tuple[str, bytes], ServedSpace] = OrderedDict()
         self._busy_until_s: dict[str, float] = {}
+        self.uses = LookupUses()
 
     def looked_up(  # noqa: PLR0917  # all but two are as in `OnLookup`
         self,
@@ -95,10 +97,13 @@ class EngineLoads:
         if len(self._spaces) > _MAX_KEY_SPACES:
             (oldest, _), _ = self._spaces.popitem(last=False)
             self._busy_until_s.pop(oldest, None)
+        chunks = len(keys) // shape.keys_per_chunk
+        loaded = plan.chunks if plan.choice is None else plan.choice.chunks
+        saved_s = None if costs is None else costs.compute_s(0, loaded * shape.chunk_tokens)
+        self.uses.note(engine, keys[0], (chunks, plan.chunks), sum(format[0]) * shape.shards, saved_s or 0.0)
         if costs is None:
             return
-        loaded = plan.chunks if plan.choice is None else plan.choice.chunks
-        tokens = len(keys) // shape.keys_per_chunk * shape.chunk_tokens
+        tokens = chunks * shape.chunk_tokens
         seconds = costs.compute_s(loaded * shape.chunk_tokens, tokens) or 0.0
         busy_s = min(self.queue_s(engine) + seconds, _MAX_BACKLOG_S)
         self._busy_until_s[engine] = self._clock.now_s() + busy_s

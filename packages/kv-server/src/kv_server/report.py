@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kv_core.service import CacheCounts
+from kv_observe.lookup_uses import LookupUse
 from kv_tiers.tier_state import Held, TierState
 
 
@@ -117,7 +118,7 @@ class DirectoryState(MirrorCounts):
 
 
 MAX_TENANTS: Final = 1000
-"""The most tenants without a name or quota that a report lists: there may be as many as there are chunks."""
+"""The most tenants that a report lists: the thread that serves engines makes it every second for the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class CacheReport:
     held: what lookups can find in the pool. `counts` counts every group and shard separately, except in lookups.
     tiers: below the pool, hottest first. Counts are since the start, as are those of `counts`.
     directories: what tiers with a directory know of other hosts, by the tier's name.
-    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` with the most chunks.
+    tenants: at most `MAX_TENANTS`, first those with a name or a quota, then the others, the most chunks first.
     tenants_known: how many there are in all.
     handed_over: chunks that are held for another engine now (`kv_tiers.cache.leases`).
     drain: the progress if this host is to leave.
@@ -232,6 +233,8 @@ class Report:
     peers: what is served to other hosts' servers; None: there is no address for them.
     keeps: places that may hold chunks from before this process, of formats that no engine has registered yet.
     frozen: nothing new is stored, and nothing evicted.
+    engines, prefixes: those for which most was found, the greatest first.
+    saved_s: seconds of prefill that engines were advised to save, as they measured.
     """
 
     pid: int
@@ -244,3 +247,6 @@ class Report:
     peers: PeersServed | None = None
     keeps: list[str] = field(default_factory=list)
     frozen: bool = False
+    engines: list[LookupUse] = field(default_factory=list)
+    prefixes: list[LookupUse] = field(default_factory=list)
+    saved_s: float = 0.0

@@ -300,8 +300,7 @@ class CacheServer:
                 self.reload(partial(self._reloaded, client), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
-                state = (self.caches, self.registrations(), self._history, self.bus.now_s())
-                explain_elsewhere(partial(explain_prompt, request, *state), partial(self._explained, client))
+                explain_elsewhere(partial(explainer(self), request), partial(self._explained, client))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -695,6 +694,9 @@ class CacheServer:
             peers=None if self._peers is None else self._peers.counts(),
             keeps=_keeps(self._config),
             frozen=self.formats.is_frozen,
+            engines=self.engine_loads.uses.of_engines(),
+            prefixes=self.engine_loads.uses.of_prefixes(),
+            saved_s=self.engine_loads.uses.saved_s,
         )
 
     # Waking and ending.
@@ -785,9 +787,9 @@ def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[Tenant
     uses = {use.tenant: use for use in cache.admin.tenants()}
     for tag in names:
         uses.setdefault(tag, TenantUse(tag, 0, 0, None))
-    known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
-    others = nlargest(MAX_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
-    listed = [*known.values(), *others]
+    listed = nlargest(
+        MAX_TENANTS, uses.values(), key=lambda use: (use.tenant in names or use.quota_bytes is not None, use.chunks)
+    )
     return [
         TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
         for use in listed
@@ -801,6 +803,12 @@ MAX_EXPLAINED_KEY_SPACES = 16
 _MAX_RUNS_OF_GROUP = 64
 _FIRST_CHUNKS = 4
 """If none of the first chunks is known in a key space, the prompt is not known there."""
+
+
+def explainer(server: CacheServer) -> Callable[[wire.Explain], wire.Explanations]:
+    """For the serving thread. The result is for any other, and tells what became of a prompt."""
+    state = (server.caches, server.registrations(), server._history, server.bus.now_s())
+    return lambda request: explain_prompt(request, *state)
 
 
 def explain_elsewhere(

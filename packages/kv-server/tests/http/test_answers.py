@@ -205,7 +205,7 @@ def test_the_page_asks_beside_itself_so_that_a_proxy_may_serve_it_behind_a_prefi
     text = served.get("/").text
     served.close()
     asked = re.findall(r"fetch\(([^,]*),", text)
-    assert asked == ['HERE + "history/" + wanted', 'HERE + "status"']
+    assert asked == ['HERE + "history/" + wanted', 'HERE + "status"', "HERE + path"]
     assert not re.findall(r"""(?:href|src|action)=["']/|(?:fetch|open|EventSource)\(["'`]/""", text)
     (here,) = re.findall(r"const HERE = (.*);", text)
     if (node := shutil.which("node")) is None:

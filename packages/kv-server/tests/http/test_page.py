@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
+from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
+from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
@@ -107,6 +109,36 @@ class Browser:
         assert isinstance(text, str)
         return text
 
+    def press(self, key: str) -> None:
+        """A key as a person presses it: Tab, Enter, Space."""
+        text = {"Enter": "\r", "Space": " "}.get(key, "")
+        code = {"Tab": 9, "Enter": 13, "Space": 32}[key]
+        name = " " if key == "Space" else key
+        for kind in ("keyDown", "keyUp"):
+            more = {"text": text} if kind == "keyDown" and text else {}
+            self.tell("Input.dispatchKeyEvent", type=kind, key=name, code=key, windowsVirtualKeyCode=code, **more)
+
+    def tab_to(self, control: str) -> None:
+        """By the keyboard alone, from wherever the focus is."""
+        for _ in range(60):
+            if self.value("document.activeElement?.id") == control:
+                return
+            self.press("Tab")
+        raise AssertionError(f"no Tab leads to {control}")
+
+    def type_into(self, control: str, text: str) -> None:
+        self.tab_to(control)
+        self.value("document.activeElement.select()")
+        self.tell("Input.insertText", text=text)
+
+    def controls(self) -> list[tuple[str, str]]:
+        """The role and name of everything that a screen reader offers to be operated."""
+        self.tell("Accessibility.enable")
+        nodes = self.tell("Accessibility.getFullAXTree")["nodes"]
+        operable = {"button", "textbox", "searchbox", "checkbox"}
+        found = [(node["role"]["value"], node["name"]["value"].strip()) for node in nodes if "name" in node]
+        return [one for one in found if one[0] in operable]
+
     def picture(self) -> bytes:
         return base64.b64decode(self.tell("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
@@ -144,7 +176,7 @@ def spill_counts(server: ServerProcess) -> dict[str, int]:
     return counts
 
 
-def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
+def start(tmp_path: Path, http: str = "127.0.0.1:0", token_file: str = "") -> ServerProcess:
     tiers = [{"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
     tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
     return launch(
@@ -152,7 +184,7 @@ def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
             "host": {"capacity_bytes": "8MiB", "policy": "lru"},
             "tiers": tiers,
             "tenants": tenants,
-            "http": {"listen": http},
+            "http": {"listen": http, "token_file": token_file},
         },
         socket=tmp_path / "s" / "kv.sock",
     )
@@ -216,7 +248,7 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     store(cache, 60, "b")
     until(lambda: "◂" in browser.value("document.getElementById('flow').textContent"))
     until(lambda: browser.value("Math.max(...flows().map(link => link.down))") > 0)
-    assert browser.value("document.querySelectorAll('#flow .ribbon-down').length") == 2
+    until(lambda: browser.value("document.querySelectorAll('#flow .ribbon-down').length") == 2)
     assert browser.complaints == []
     for branch in ("c", "d", "e"):
         store(cache, 60, branch)
@@ -345,6 +377,108 @@ def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
     assert "'unsafe" not in policy
     for sign in ("//cdn", "https://", "src=", "@import", "innerHTML", "onclick"):
         assert sign not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    server.stop()
+
+
+def test_a_server_is_operated_by_keyboard_with_the_token(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path, token_file=str(tmp_path / "token"))
+    cache = join(server)
+    browser.look(1400, 1000)
+    browser.go(server.url)
+    until(lambda: "engine-1" in browser.text())
+    browser.complaints.clear()  # an earlier page's, whose server had gone
+    assert all(name for _, name in browser.controls()) and len(set(browser.controls())) == len(browser.controls())
+    assert {("textbox", "token"), ("button", "end the freeze"), ("searchbox", "find a tenant")} <= set(
+        browser.controls()
+    )
+    said = "document.getElementById('operated').textContent"
+
+    def act(control: str, answer: str) -> None:
+        browser.tab_to(control)
+        browser.press("Enter")
+        until(lambda: answer in browser.value(said))
+
+    act("freeze", "show the token")
+    browser.type_into("token", (tmp_path / "token").read_text())
+    act("freeze", "frozen")
+    until(lambda: browser.value("document.getElementById('frozen').textContent") == "frozen")
+    act("end-freeze", "no longer frozen")
+    browser.type_into("tenant", "acme")
+    browser.type_into("quota", "2MiB")
+    act("set-quota", "acme: 2.00 MiB of chunks of 64.0 KiB")
+    until(lambda: "acme\t0 B\t2.00 MiB" in browser.text())
+    browser.type_into("quota", "much")
+    act("set-quota", "a number of bytes")
+    browser.type_into("quota", "1TiB")
+    act("set-quota", "quota")
+    act("end-quota", "shares with all others")
+    browser.type_into("tenant", "nobody/é")
+    act("end-quota", "no tenant is called 'nobody/é'")
+    act("drain", "no tier of type peers")
+    act("reload", "it has no file of settings")
+    assert [line for line in browser.complaints if "status of 4" not in line] == []
+    cache.close()
+    server.stop()
+
+
+def test_a_prompt_is_explained(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path, token_file=str(tmp_path / "token"))
+    cache = join(server)
+    tokens = list(range(600))
+    scheme = ChainScheme("sha256", 256)
+    space = KeySpace("m", "", "bfloat16", "f", 1, scheme.name)
+    keys = space.keys(KeySequence(scheme, root=scheme.root(salt="acme")).append(tokens), tenant=tenant_tag("acme"))
+    cache.commit(cache.begin_store(keys[:1], "w"))
+    costs = Costs(compute=(0.01, 0.0), load=(0.0, 0.0))
+    assert cache.lookup(keys, "r", shape=ChunkShape(256), costs=costs).chunks == 1
+    browser.look(1400, 1000)
+    browser.go(server.url)
+    until(lambda: "2.6 s of prefill" in browser.text())
+    uses = "[...document.querySelectorAll('#{} td')].map(cell => cell.innerText).join('|')"
+    assert browser.value(uses.format("engines")) == "engine-1|1|50.0 %|64.0 KiB|2.6 s"
+    digest = keys[0].digest.hex()
+    assert browser.value(uses.format("prefixes")) == f"{digest[:16]}|acme|1|50.0 %|64.0 KiB|2.6 s"
+    browser.type_into("token", (tmp_path / "token").read_text())
+    said = "document.getElementById('explained').textContent"
+    for prompt in (json.dumps(tokens), "\n".join(key.digest.hex() for key in keys)):
+        browser.type_into("prompt", prompt)
+        browser.type_into("salt", "acme")
+        browser.tab_to("explain")
+        browser.press("Space")
+        until(lambda: "1 of 2 chunks are held for engine-1, tenant acme\nchunk 0: in host" in browser.value(said))
+        browser.value(f"{said} = ''")
+    browser.type_into("prompt", "1 2 x")
+    browser.tab_to("explain")
+    browser.press("Space")
+    until(lambda: "a digest as kv keys prints it" in browser.value(said))
+    cache.close()
+    server.stop()
+
+
+def test_ten_thousand_tenants_and_a_thousand_sessions_are_drawn_at_once(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = join(server)
+    store(cache, 3, "a")
+    browser.go(server.url)
+    until(lambda: "engine-1" in browser.text())
+    many = """(() => {
+      const [one] = latest.caches[0].tenants, [session] = latest.sessions;
+      const tenant = (n) => ({ ...one, name: `tenant-${n}`, used_bytes: n });
+      latest.caches[0].tenants = Array.from({ length: 10000 }, (_, n) => tenant(n));
+      latest.caches[0].tenants_known = 12000;
+      latest.sessions = Array.from({ length: 1000 }, (_, n) => ({ ...session, session: n }));
+      $("tenants-find").value = find;
+      const before = performance.now();
+      show();
+      return [performance.now() - before, $("tenants").querySelectorAll("tbody tr").length, $("tenants").textContent,
+        $("sessions").querySelectorAll("tbody tr").length, $("sessions").textContent];
+    })()"""
+    took_ms, tenants, text, sessions, of_sessions = browser.value(f"find = ''; {many}")
+    assert (tenants, sessions) == (50, 50) and took_ms < 500
+    assert "tenant-9999" in text and "and 11,950 more" in text and "and 950 more" in of_sessions
+    _, tenants, text, _, _ = browser.value(f"find = 'tenant-123'; {many}")
+    assert tenants == 11 and "tenant-1230" in text
+    cache.close()
     server.stop()
 
 

@@ -167,6 +167,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Formats of chunks (models) that kv-server serves at once. The machine must have memory for that many pools."""
     max_sessions: Count = 128
     """Clients that kv-server serves at once."""
+    programs: list[list[str]] = []
+    """Commands that kv-server runs beside itself, word by word: started when it serves, ended with it."""
     answer_s: SomeSeconds = 1.0
     """For an engine: how long an answer of the server may take before it counts as lost, which is a miss. A step waits
     no longer than that. Choose more where processes share few cores."""
@@ -215,3 +217,5 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Host names to accept besides this machine's own, such as a proxy's."""
     archive_directory: str = ""
     """Where prefixes are exported to and imported from. Empty: nowhere."""
+    endpoints: list[str | dict[str, Any]] = []
+    """Endpoints of other packages: names of entry points, or mappings of `name` and parameters."""

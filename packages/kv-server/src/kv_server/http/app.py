@@ -4,7 +4,6 @@ import re
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
-from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +16,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_server.connection import PACKAGE
+from kv_server.http.document import openapi_document
+from kv_server.http.endpoints import Endpoints
+from kv_server.http.explain import explain_operations
 from kv_server.http.hints import hint_operations
-from kv_server.http.operation import Operation, Problem, ProblemDocument, perform, problem_response
+from kv_server.http.operation import Operation, Problem, perform, problem_response
 from kv_server.http.operations import (
     clear_operations,
     drain_operations,
@@ -58,9 +59,10 @@ class Page:
         return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
 
 
-def make_app(relay: Relay, *, token: str, archive_directory: str) -> ASGIApp:
+def make_app(relay: Relay, *, token: str, archive_directory: str, endpoints: Sequence[Operation] = ()) -> ASGIApp:
     """token: empty if nothing may be changed.
     archive_directory: for exported prefixes; empty: none.
+    endpoints: as `read_endpoints` returns them.
     """
     operations = [
         *state_operations(relay),
@@ -72,6 +74,8 @@ def make_app(relay: Relay, *, token: str, archive_directory: str) -> ASGIApp:
         *prefix_operations(relay, archive_directory),
         *hint_operations(relay),
         *route_operations(relay),
+        *explain_operations(relay),
+        *Endpoints(relay).bound(endpoints),
     ]
     described = msgspec.json.encode(openapi_document(operations))
 
@@ -118,66 +122,3 @@ async def _no_such(request: Request, error: Any) -> Response:
     else:
         detail = f"{request.method} is not allowed for {request.url.path}; use {headers.get('allow')}"
     return problem_response(Problem(error.status_code, detail, headers))
-
-
-_ABOUT: Final = """\
-A server that keeps KV chunks for engines of one host. Reading needs no token; changing needs that of http.token_file,
-as a bearer. Errors are answered with a problem document that says what to do.
-"""
-_REFERENCE: Final = "#/components/schemas/{name}"
-
-
-def openapi_document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """OpenAPI 3.1, from the table of operations that also serves requests."""
-
-    types = {type_ for operation in operations for type_ in (operation.answer, operation.body)} - {None, Response}
-    ordered = [ProblemDocument, *sorted(types, key=str)]
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REFERENCE)
-    schema_of = dict(zip(ordered, schemas, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schema_of)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "kv-server", "version": PACKAGE, "description": _ABOUT},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    failures = set(operation.failures)
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "operationId": "_".join([operation.method.lower(), *re.findall(r"\w+", operation.path)]),
-        "responses": {},
-    }
-    if operation.answer is Response:
-        answer = _response(operation.status, {"type": "string"}, "text/plain")
-    else:
-        answer = _response(operation.status, schema_of[operation.answer])
-    described["responses"][str(operation.status)] = answer
-    if names := re.findall(r"{(\w+)}", operation.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
-    if operation.body is not None:
-        failures |= {400, 408, 413, 415}
-        described["requestBody"] = {
-            "required": operation.needs_body,
-            "content": {"application/json": {"schema": schema_of[operation.body]}},
-        }
-    if operation.changes_something:
-        failures |= {401, 403}
-        described["security"] = [{"token": []}]
-    for status in sorted(failures | {421}):
-        described["responses"][str(status)] = _response(status, schema_of[ProblemDocument], "application/problem+json")
-    return described
-
-
-def _response(status: int, schema: Any, media_type: str = "application/json") -> dict[str, Any]:
-    return {"description": HTTPStatus(status).phrase, "content": {media_type: {"schema": schema}}}

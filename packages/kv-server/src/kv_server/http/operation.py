@@ -5,7 +5,7 @@ The OpenAPI document (`openapi_document`) is generated from what is enforced her
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
@@ -66,7 +66,7 @@ class Operation:
     """method, path, summary: as in the document.
 
     answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
-        `InputError`.
+        `InputError`. A coroutine function, but of an endpoint of another package an ordinary one (`endpoints`).
     answer: the type that it returns; a `Response` is sent as it is.
     body: the type of the body; None if the operation takes none.
     status: of success.
@@ -76,7 +76,7 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer_with: Callable[..., Awaitable[Any]]
+    answer_with: Callable[..., Any]
     answer: Any
     body: type[msgspec.Struct] | None = None
     status: int = 200

@@ -75,10 +75,12 @@ def check_http(config: HttpConfig) -> None:
     setting cannot be honoured, or the extra is not installed."""
     if config.listen:
         _check_extra()
+        from kv_server.http.endpoints import read_endpoints
         from kv_server.http.thread import read_archive_directory, read_listen
 
         read_listen(config)
         read_archive_directory(config)
+        read_endpoints(config.endpoints)
         if config.token_file:
             check_token(Path(config.token_file))
 

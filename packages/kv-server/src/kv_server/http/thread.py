@@ -26,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kv_server.address import Acceptor, listen_at
 from kv_server.http.app import make_app
+from kv_server.http.endpoints import read_endpoints
 from kv_server.http.operation import Problem, problem_response
 from kv_server.http.relay import Relay
 from kv_server.http.start import read_token
@@ -233,6 +234,7 @@ class HttpThread:
             make_app,
             token=read_token(Path(config.token_file)) if config.token_file else "",
             archive_directory=read_archive_directory(config),
+            endpoints=read_endpoints(config.endpoints),
         )
         self._listener = listen_at(listen, "http: listen")
         self.url = f"http://{HostPort(listen.host, self._listener.getsockname()[1])}/"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-from kv_core.cost import Choice
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
@@ -30,12 +29,10 @@ from kv_core.tools.cli import (
     prompt_tags,
     prompt_tokens,
 )
-from kv_observe.chunk_state import ChunkState
-from kv_observe.explain import is_held
-from kv_tiers.index.life import BEING_WRITTEN
 
 from kv_server import wire
 from kv_server.connection import ask_server, ask_server_for
+from kv_server.explained import chunks_text, explained_text, runs_text, why_unknown
 from kv_server.report import DrainState, Report
 
 A = TypeVar("A", bound=wire.Answer)
@@ -405,20 +402,6 @@ have other keys, and a key does not reveal what it stands for: only what is give
 
 The exit status is 0 if all of the prompt is held, 1 if not, or 2 if an input or option is wrong.
 """
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-_CAUSES = {
-    "store": "to make room for a prompt",
-    "promotion": "to make room for chunks being promoted",
-    "watermark": "to keep slots free",
-    "quota": "to keep within its tenant's quota",
-    "upgrade": "to make other chunks exact",
-}
-
-_GROUPS = {
-    "window": "the sliding window of group {}",
-    "local": "the chunked local attention of group {}",
-    "state": "the state of group {}",
-}
 
 
 _Answers = dict[str | None, wire.Explanations]
@@ -511,9 +494,9 @@ def _explain_plan(
         if answer is None:
             say("  in no whole chunk of the conversation, so never stored")
         elif expected is None:
-            say(f"  {_chunks(0, len(digests))}: {_why_unknown(answer)}")
+            say(f"  {chunks_text(0, len(digests))}: {why_unknown(answer)}")
         else:
-            _print_runs(expected, answer, "  ")
+            say(*(f"  {text}" for text in runs_text(expected, answer)), sep="\n")
     if args.json:
         say(json.dumps({"chunk_tokens": scheme.chunk_tokens, "segments": described}))
     return 0 if is_all_held else 1
@@ -601,10 +584,10 @@ def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limi
     held = 0 if expected is None else expected.held
     say(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if expected is None:
-        say(_chunks(0, chunks) + f": {_why_unknown(first)}")
+        say(f"{chunks_text(0, chunks)}: {why_unknown(first)}")
         say("chunks that lower tiers hold from before are found with --space, or once an engine has looked them up")
     else:
-        _print_states(expected, first)
+        say(*explained_text(expected, first), sep="\n")
     if limit < chunks:
         say(f"chunks {limit}–{chunks - 1} were left out: a server explains {limit} at a time")
     for other in first.explained:
@@ -616,104 +599,3 @@ def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limi
         if best:
             where = "without a salt" if salt is None else f"under the salt {salt!r}"
             say(f"the first {best} chunks are held {where}")
-
-
-def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
-    has_gap = _print_runs(expected, answer)
-    if expected.held < expected.prefix:
-        say(f"the hit ends at chunk {expected.held}: for a longer one, some layers lack what they need")
-    for lacking in expected.lacking:
-        name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
-        for state in lacking.states:
-            say(f"{_chunks(state.first, state.chunks)} of {name}: {_why_missing(state, answer)}")
-    if expected.choice is not None and expected.held:
-        say(_choice_text(expected.choice))
-    if (has_gap or expected.lacking) and expected.remote_tiers_skipped:
-        say(f"skipped, because querying them takes a network: {', '.join(expected.remote_tiers_skipped)}")
-    for name, directory in expected.directories.items():
-        say(f"the directory of {name}: {directory.spelled()}")
-
-
-def _print_runs(expected: wire.Explained, answer: wire.Explanations, indent: str = "") -> bool:
-    """Where its chunks are. Returns whether one is missing."""
-    has_gap = False
-    for state in expected.states:
-        text = f"in {state.where}" if is_held(state) else _why_missing(state, answer)
-        if is_held(state) and has_gap:
-            text += ", but of no use: an earlier chunk is missing"
-        say(f"{indent}{_chunks(state.first, state.chunks)}: {text}")
-        has_gap = has_gap or not is_held(state)
-    if expected.is_cut:
-        say(f"{indent}and more, which the server left out")
-    return has_gap
-
-
-def _choice_text(choice: Choice) -> str:
-    """What a request would get now, with both estimates."""
-    load, compute = _seconds_text(choice.load_s), _seconds_text(choice.compute_s)
-    parts = []
-    if choice.chunks:
-        parts.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
-    elif choice.load_s != 0.0:
-        parts.append(f"computed, estimated at {compute}: loading takes {load}")
-    if (skipped := choice.skipped) is not None:
-        load, compute = _seconds_text(skipped.load_s), _seconds_text(skipped.compute_s)
-        parts.append(
-            f"{skipped.chunks} chunks in {skipped.tier} computed, estimated at {compute}: loading them takes {load}"
-        )
-    return f"if it were requested now: {'; '.join(parts)}"
-
-
-def _seconds_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "a time not known yet"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _chunks(first: int, chunks: int) -> str:
-    return f"chunk {first}" if chunks == 1 else f"chunks {first}–{first + chunks - 1}"
-
-
-def _why_missing(state: ChunkState, answer: wire.Explanations) -> str:
-    ago = "" if state.seconds_ago is None else f" {_span(state.seconds_ago)} ago"
-    remote = {tier for explained in answer.explained for tier in explained.remote_tiers_skipped}
-    below = ""
-    if gone := [tier for tier in state.below if tier not in remote]:
-        below += f"; stored in {', '.join(gone)} since, and not there now"
-    if not_queried := [tier for tier in state.below if tier in remote]:
-        below += f"; stored in {', '.join(not_queried)} since, which was not queried: a request will query it"
-    if state.where == BEING_WRITTEN:
-        return "being written just now"
-    if state.diverges and not state.what:
-        return "where this prompt diverges from what was stored: other prompts went on differently here"
-    match state.what:
-        case "":
-            return _why_unknown(answer)
-        case "evicted":
-            cause = _CAUSES.get(state.cause, state.cause)
-            return f"evicted{ago} from {state.tier} by {state.policy} {cause}{below}"
-        case "damaged":
-            return f"discarded{ago}, as its bytes in {state.tier} were wrong: {state.cause}"
-        case "refused":
-            return f"found no room{ago}: {state.cause}"
-        case "aborted":
-            return f"begun{ago} and never finished: its writer gave up or ended"
-        case "forgotten":
-            return f"forgotten{ago} on request"
-        case _:
-            return f"stored{ago}, and left a moment ago{below}"
-
-
-def _why_unknown(answer: wire.Explanations) -> str:
-    if not answer.history_keys:
-        return "not held; this server remembers nothing (history_keys = 0), so it cannot say more"
-    if answer.is_whole:
-        return f"not stored here since the server started, {_span(answer.remembered_s)} ago"
-    return f"not held, and not among the last {answer.history_keys} keys that the server remembers"
-
-
-def _span(seconds: float) -> str:
-    for unit, name in _UNITS:
-        if seconds >= unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"

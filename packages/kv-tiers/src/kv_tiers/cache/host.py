@@ -229,7 +229,8 @@ class HostTier:
         if share.slots < self.pool.slots:
             whose = f"the {share.slots} slots that "
             whose += "the quotas leave to other tenants" if share.is_common else "are the quota of its tenant"
-        used = "is being read, written or moved to another tier, or holds an earlier chunk of the same prompt"
+        used = "is being read, written or moved to another tier, kept by the policy, or holds an earlier chunk of the "
+        used += "same prompt"
         return f"each of {whose} {used}"
 
     def reserve(
