@@ -12,7 +12,7 @@ CLIENT = {
     "kv_tiers.events",
     "kv_tiers.events.changes",
     "kv_tiers.events.events",
-    "kv_tiers.messages",
+    "kv_core.messages",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
     "kv_tiers.pool.core_dumps",

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError, TierDown
+from kv_core.messages import HEADER, Keys, pack_keys
 from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
@@ -50,7 +51,6 @@ from kv_testing.servers import Answering, Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import PeersConfig
-from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.tier import TierContext
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
@@ -341,7 +341,10 @@ def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
     readable.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         peers.PeerServer(
-            PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)), lambda _: None, lambda _: None, Ports()
+            PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)),
+            lambda _: None,
+            lambda _: None,
+            Ports(),
         )
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):

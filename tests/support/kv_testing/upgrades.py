@@ -135,7 +135,7 @@ class Callers:
                 self.failures.append(error)
 
     def _request(self, port: int) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_CALL_S) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_CALL_S) as answer:
             answer.read()
 
     def _introduce(self, port: int) -> None:

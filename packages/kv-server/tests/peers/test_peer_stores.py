@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey, tenant_tag
+from kv_core.messages import pack_keys
 from kv_core.outcome import Absent, Loaded, Refused, Stored, Unstorable
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
@@ -49,7 +50,6 @@ from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.messages import pack_keys
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages, content
 from kv_tiers.tier import Tier, TierContext, Write
 
