@@ -20,7 +20,6 @@ from kv_tiers import HostPool, LocalCache
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.tenants import Tenant
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -227,11 +226,11 @@ def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkey
 
 
 def test_quotas_of_tiers_are_told() -> None:
-    ann, slot = tenant_tag("ann"), slot_bytes_for(CHUNK_BYTES)
+    ann, slot = tenant_tag("ann"), 1 << 16
     tier = {"type": "dram", "capacity_bytes": 8 * slot, "quota_bytes": {"ann": 4 * slot}}
     cache = build_local_cache(
         HostConfig(capacity_bytes=8 * slot),
-        group_bytes=(CHUNK_BYTES,),
+        group_bytes=(slot,),
         fingerprint="f",
         tiers=[tier],
         tenants=[Tenant("ann", ann)],
@@ -242,7 +241,7 @@ def test_quotas_of_tiers_are_told() -> None:
     body = Metrics(bus, lambda: [cache]).exposition()[0].decode()
     told = dict(line.rsplit(" ", 1) for line in body.splitlines() if "kv_tier_tenant" in line and line[0] != "#")
     assert all(f'tenant="{ann.hex()}"' in name and 'tier="dram"' in name for name in told)
-    assert [float(told[name]) // CHUNK_BYTES for name in sorted(told)] == [2, 4]
+    assert [float(told[name]) / slot for name in sorted(told)] == [2, 4]
     cache.close()
     bus.close()
 
