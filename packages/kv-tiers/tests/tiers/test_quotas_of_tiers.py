@@ -101,6 +101,17 @@ def test_shares_keep_their_size_and_their_chunks(
     assert later.quotas()[0].used_bytes <= 600 * (quota // 2)
 
 
+def test_what_is_withheld_when_the_medium_is_exchanged_is_room_again() -> None:
+    index, keys = index_of([4], 2), key_chain(2, salt="ann")
+    places = [place for place in index.reserve(keys, [600] * 2, None).places if place is not None]
+    index.withhold(places)
+    index.adopt([])
+    index.resume()
+    assert index.quotas()[0].used_bytes == 0
+    assert index.reserve(keys, [600] * 2, None).evicted == []
+    assert index.quotas()[0].used_bytes == 1200
+
+
 @pytest.fixture(params=["disk", "disks", "dram"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """With room for 24 chunks, 8 of them Ann's."""

@@ -190,6 +190,8 @@ class ExtentIndex:
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
+            for place in self._withheld or ():
+                self._shares.left(place.entry, self._counted(place.entry))
             self._forget_places()
             self._withheld = None
             self._decoded_bytes.clear()
