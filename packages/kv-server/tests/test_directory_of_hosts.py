@@ -11,9 +11,9 @@ import pytest
 import redis
 from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
-from kv_core.messages import pack_keys
 from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server import wire
 from kv_server.config import read_config
 from kv_server.connection import ask_server

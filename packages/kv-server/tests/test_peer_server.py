@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError, TierDown
-from kv_core.messages import HEADER, Keys, pack_keys
 from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
+from kv_remote.messages import HEADER, Keys, pack_keys
 from kv_remote.redis import make_redis_tier
 from kv_server import launch
 from kv_server.address import Ports

@@ -19,7 +19,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers.host_port import HostPort, read_host_port
+from kv_remote.host_port import HostPort, read_host_port
 from kv_tiers.pool.private_files import open_locked, open_own_directory, own_directory
 
 _log = limited_logger(__name__)

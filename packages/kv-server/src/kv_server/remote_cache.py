@@ -32,7 +32,6 @@ from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.messages import MAX_NAME
 from kv_core.service import (
     CacheCounts,
     Ended,
@@ -47,6 +46,7 @@ from kv_core.service import (
     check_options,
 )
 from kv_core.transfer import HostExtent
+from kv_remote.messages import MAX_NAME
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
 from kv_tiers.payload_sizes import PayloadSizes

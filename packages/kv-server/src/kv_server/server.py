@@ -31,11 +31,11 @@ from kv_core.log import limited_logger
 from kv_observe.build import build_bus
 from kv_observe.explain import explain
 from kv_observe.history import History, KnownKeySpace, Memory
+from kv_remote.host_port import HostPort
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.host_port import HostPort
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire

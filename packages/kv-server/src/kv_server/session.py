@@ -23,9 +23,9 @@ from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.messages import MAX_NAME
 from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import HostExtent
+from kv_remote.messages import MAX_NAME
 from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
 

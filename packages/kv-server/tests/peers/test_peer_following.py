@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from kv_core.keys import ChunkKey
-from kv_core.messages import pack_keys
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server import RemoteCache, launch
 from kv_server.peers import tier as peer_following
 from kv_server.peers.tier import PeersTier, make_peers_tier

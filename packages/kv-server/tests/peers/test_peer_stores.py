@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey, tenant_tag
-from kv_core.messages import pack_keys
 from kv_core.outcome import Absent, Loaded, Refused, Stored, Unstorable
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,

@@ -19,10 +19,10 @@ from typing import Final
 from kv_connect.halves.copies import await_copies
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.messages import MAX_KEYS
 from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
+from kv_remote.messages import MAX_KEYS
 
 from kv_sglang.lanes import Point
 from kv_sglang.names import Names

@@ -26,10 +26,10 @@ from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.messages import MAX_KEYS
 from kv_core.service import Ended, LookupPlan, ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import Copier
+from kv_remote.messages import MAX_KEYS
 from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER

@@ -27,7 +27,7 @@ from cryptography.x509 import (
 )
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 from kv_core.errors import ConfigError, InputError
-from kv_core.messages import Message
+from kv_remote.messages import Message
 from kv_remote.tls_files import WatchedFiles
 from kv_tiers.config import PeerSecurity
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 import uvicorn
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_remote.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.config import HttpConfig
-from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.threads import must_start
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

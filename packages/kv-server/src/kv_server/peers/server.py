@@ -20,11 +20,11 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
-from kv_core.messages import pack_keys
+from kv_remote.host_port import HostPort, read_host_port
+from kv_remote.messages import pack_keys
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.config import PeersConfig
-from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import join_all, must_start, start_thread
 
 from kv_server.address import REST_S, Ports

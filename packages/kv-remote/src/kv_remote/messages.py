@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Annotated, Final, TypeVar
 
 import msgspec
-
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 
