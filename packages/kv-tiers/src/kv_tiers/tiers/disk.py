@@ -232,7 +232,13 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """
     config = read_options(DiskConfig, options, "disk")
     _check_capacity(config)
-    return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
+    common = slots_for(config, context) - sum(_quotas(config, context).values())
+    return DiskTier(config, context, make_policy(config.policy, max(1, common)))
+
+
+def _quotas(config: DiskConfig, context: TierContext) -> dict[bytes, int]:
+    slots = slots_for(config, context)
+    return read_quotas(config.quota_bytes, config.capacity_bytes, context, slots, len(config.directories))
 
 
 class DiskTier(LendsExtents, IndexedTier):
@@ -246,7 +252,7 @@ class DiskTier(LendsExtents, IndexedTier):
     ) -> None:
         """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
 
-        policy: for `slots_for(config, context)` chunks.
+        policy: of the common share (`Shares`), which has `slots_for(config, context)` chunks without quotas.
 
         Raises:
             ConfigError: a setting or a directory cannot be used.
@@ -254,18 +260,17 @@ class DiskTier(LendsExtents, IndexedTier):
         self._config = config
         self.name = context.name or self.name
         self._clock: Clock = clock or MonotonicClock()
-        slots = slots_for(config, context)
         chunks = DiskChunks(
             self.name,
             config.directories,
             context,
-            slots,
+            slots_for(config, context),
             policy,
             direct=config.direct,
             syncs=config.durability == "power",
             drops_parts=config.when_full == "drop_parts",
             clock=self._clock,
-            quotas=read_quotas(config.quota_bytes, config.capacity_bytes, context, slots, len(config.directories)),
+            quotas=_quotas(config, context),
             share_policy=partial(make_policy, config.policy),
         )
         LendsExtents.__init__(self, chunks)

@@ -67,7 +67,7 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     pool = HostPool.anonymous("dram", context.chunk_bytes, slots)
     return DramTier(
         pool,
-        make_policy(config.policy, slots),
+        make_policy(config.policy, max(1, slots - sum(quotas.values()))),
         bounded=context.bounded,
         drops_parts=config.when_full == "drop_parts",
         quotas=quotas,
