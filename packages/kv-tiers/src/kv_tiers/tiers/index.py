@@ -543,7 +543,8 @@ class ExtentIndex:
 
     def _counted(self, entry: int) -> int:
         """The units of its share that this entry's chunk counts as."""
-        return max(self._least_units, len(unpack(self._units[entry], self._geometry.slot_units)))
+        units = self._units[entry]
+        return self._geometry.slot_units if isinstance(units, int) else max(self._least_units, len(units))
 
     def _entries_above(self, key: ChunkKey | None) -> list[int]:
         """The entries of this chunk and of those ancestors that are here and that it needs, from the prompt's first."""
