@@ -342,7 +342,7 @@ class _HttpListener:
 
     async def _pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
-        if not is_paused:
+        if not is_paused or self._is_closed:
             self._watch()
             return
         self._loop.remove_reader(self._listener)
