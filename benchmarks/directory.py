@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from kv_core.testing import key_chain
+from kv_remote.host_port import HostPort
 from kv_remote.redis_servers import RedisAccess
 from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.directory import AT_ONCE, BEGINNING, Stream
@@ -46,7 +47,6 @@ from kv_server.directory.entries import (
 from kv_server.directory.mirror import Host, Mirror
 from kv_server.peers.wire import MAX_LISTED, List, Listed, Sum, Summed, frame
 from kv_testing.servers import ValkeyServer
-from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 
 from benchmarks._report import Row, median_s, parser, report

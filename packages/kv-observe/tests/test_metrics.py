@@ -15,8 +15,12 @@ from kv_observe.metrics import BUCKETS_S, Metrics
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.tower import Tower
+from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.build import build_local_cache
+from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus
+from kv_tiers.tenants import Tenant
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -219,6 +223,27 @@ def test_tenants_are_told_by_their_tags_and_are_bounded(scraped: Scraped, monkey
     told = {sample.labels["tenant"]: sample.value for sample in scraped.families()["kv_tenant_bytes"].samples}
     assert told == {tags[1].hex(): slot, tags[3].hex(): 3 * slot, "others": 2 * slot}
     cache.admin.set_quota(tags[1], None)
+
+
+def test_quotas_of_tiers_are_told() -> None:
+    ann, slot = tenant_tag("ann"), 1 << 16
+    tier = {"type": "dram", "capacity_bytes": 8 * slot, "quota_bytes": {"ann": 4 * slot}}
+    cache = build_local_cache(
+        HostConfig(capacity_bytes=8 * slot),
+        group_bytes=(slot,),
+        fingerprint="f",
+        tiers=[tier],
+        tenants=[Tenant("ann", ann)],
+    )
+    cache.commit(cache.begin_store(key_chain(2, salt="ann"), "w"))
+    until(lambda: cache.lower.states()[0].usage.chunks == 2)
+    bus = EventBus()
+    body = Metrics(bus, lambda: [cache]).exposition()[0].decode()
+    told = dict(line.rsplit(" ", 1) for line in body.splitlines() if "kv_tier_tenant" in line and line[0] != "#")
+    assert all(f'tenant="{ann.hex()}"' in name and 'tier="dram"' in name for name in told)
+    assert [float(told[name]) / slot for name in sorted(told)] == [2, 4]
+    cache.close()
+    bus.close()
 
 
 def test_dropped_events_are_told() -> None:

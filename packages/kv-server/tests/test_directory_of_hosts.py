@@ -13,6 +13,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server import wire
 from kv_server.config import read_config
 from kv_server.connection import ask_server
@@ -60,7 +61,6 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
 from kv_tiers.build import check_settings
 from kv_tiers.config import HostConfig
-from kv_tiers.messages import pack_keys
 from kv_tiers.tier import TierContext
 
 pytestmark = pytest.mark.usefixtures("peers_in_process", "redis_servers_end")

@@ -20,8 +20,10 @@ from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
+from kv_remote.messages import HEADER, Keys, pack_keys
 from kv_remote.redis import make_redis_tier
 from kv_server import launch
+from kv_server.address import Ports
 from kv_server.config import read_config
 from kv_server.peers import server as peers
 from kv_server.peers import wire as peers_wire
@@ -49,7 +51,6 @@ from kv_testing.servers import Answering, Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import PeersConfig
-from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.tier import TierContext
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
@@ -331,7 +332,7 @@ def test_settings_that_cannot_be_honoured_end_the_start(
     options: Mapping[str, object], message: str, home: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        peers.PeerServer(read_config({"peers": options}).peers, lambda _: None, lambda _: None)
+        peers.PeerServer(read_config({"peers": options}).peers, lambda _: None, lambda _: None, Ports())
 
 
 def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
@@ -340,17 +341,20 @@ def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
     readable.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         peers.PeerServer(
-            PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)), lambda _: None, lambda _: None
+            PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)),
+            lambda _: None,
+            lambda _: None,
+            Ports(),
         )
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None)
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None, Ports())
 
 
 def test_a_key_with_a_passphrase_ends_the_start_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
     files = Authority(tmp_path / "ours").issue("localhost", passphrase=b"hush")
     with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None)
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda _: None, lambda _: None, Ports())
     redis = {"url": "rediss://h", **files}
     with pytest.raises(ConfigError, match=f"{files['tls_key_file']} needs a passphrase"):
         make_redis_tier(redis, CONTEXT)
@@ -629,3 +633,25 @@ def test_a_line_that_is_cut_anywhere_is_a_miss(ending: ExitStack) -> None:
                 whole += isinstance(outcome, Loaded)
     assert 0 < whole < 20 * 3
     until(lambda: leased_slots(server) == [])
+
+
+def test_while_another_process_takes_over_peers_are_answered_first_or_wait(ending: ExitStack) -> None:
+    server = listening()
+    ending.callback(server.close)
+    admitted, asked = connected(ending, server), PeerHolds(CONTEXT.namespace, pack_keys(KEYS))
+    pausing = threading.Thread(target=server.server._pause_ports)
+    pausing.start()
+    until(lambda: server.server._peers is not None and server.server._peers.is_closed)
+    address = server.server.peers_address
+    assert address is not None
+    waiting = ending.enter_context(socket.create_connection((address.host, address.port), 10))
+    deadline = time.monotonic() + 10
+    admitted.send_message(asked, deadline)
+    assert admitted.answer(peers_wire.PeerHeld, deadline).held == bytes(len(KEYS))
+    joined(pausing)
+    server.server.submit(server.server._go_on_serving).result(10)  # the other process has died
+    assert server.server.peers_address == address
+    late = PeerStream(waiting)
+    late.introduce(b"", deadline)
+    late.send_message(asked, deadline)
+    assert late.answer(peers_wire.PeerHeld, deadline).held == bytes(len(KEYS))

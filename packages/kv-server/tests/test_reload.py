@@ -65,13 +65,6 @@ class Reloaded(UpgradedServers):
     def post(self, body: object = None, token: str = TOKEN) -> httpx.Response:
         return httpx.post(f"{self.url}/reload", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60)
 
-    def serves_http(self) -> bool:
-        """It is away for a moment after a process has taken over."""
-        try:
-            return httpx.get(f"{self.url}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
     def quotas(self) -> dict[str, int | None]:
         return {tenant.name: tenant.quota_bytes for tenant in report_of(self.socket).caches[0].tenants if tenant.name}
 
@@ -136,7 +129,6 @@ def test_another_process_takes_over_for_tiers_and_all_but_the_pool(
     pids.append(report_of(servers.socket).pid)
     assert (report_of(servers.socket).caches[0].tiers, servers.quotas()) == ([], {"ann": 3 * SLOT_BYTES})
     servers.write()
-    until(lambda: servers.serves_http())
     answer = servers.post({"take_over": True})
     assert answer.json()["changed"][1:] == settled
     until(lambda: report_of(servers.socket).pid not in pids)
@@ -147,6 +139,34 @@ def test_another_process_takes_over_for_tiers_and_all_but_the_pool(
     assert [tier.name for tier in report_of(servers.socket).caches[0].tiers] == ["disk"]
     assert cache.release(lease)  # type: ignore[arg-type]
     assert cache.generation == 0
+    cache.close()
+
+
+def test_quotas_of_tiers_are_those_of_the_process_that_takes_over(
+    servers: Reloaded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, keys = join_server(servers.home), key_chain(6, salt="ann")
+    (disk,) = servers.settings["tiers"]  # type: ignore[misc]
+    chunk = disk["capacity_bytes"] // 200 + 1
+
+    def used() -> list[int]:
+        (tier,) = report_of(servers.socket).caches[0].tiers
+        return [6 * quota.used_bytes // quota.quota_bytes for quota in tier.usage.quotas]
+
+    ann = {"name": "ann", "salt": "ann"}
+    servers.write(ann, tiers=[disk | {"quota_bytes": {"ann": 6 * chunk}}])
+    assert servers.kv() == 1 and servers.kv("--take-over") == 0
+    store(cache, keys)
+    store(cache, key_chain(6))
+    until(lambda: used() == [6])
+    capsys.readouterr()
+    servers.write(tiers=[disk])
+    assert servers.kv() == 2
+    assert "tenant ann has a quota in a tier" in capsys.readouterr().err
+    servers.write(ann, tiers=[disk | {"quota_bytes": {"ann": 2 * chunk}}])
+    assert servers.kv("--take-over") == 0
+    assert used() == [6]  # of the two that are left
+    until(lambda: report_of(servers.socket).caches[0].tiers[0].usage.chunks == 8)
     cache.close()
 
 

@@ -1,6 +1,7 @@
 """Live upgrades: a server takes over from another one under load, and either dies at each step."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
 from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.upgrades import Loads, UpgradedServers, end
+from kv_testing.upgrades import Callers, Loads, UpgradedServers, end
 from kv_testing.wait import line, until
 from kv_tiers.testing.tier_contract import content
 
 
 def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
     return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]
+
+
+def with_ports(home: Path) -> UpgradedServers:
+    ports = {"http": {"listen": "127.0.0.1:0"}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}
+    return UpgradedServers(home, settings_for(home, 64) | ports)
 
 
 def test_everything_goes_on_in_the_new_process(home: Path) -> None:
@@ -142,6 +148,42 @@ def test_two_hundred_upgrades_under_load(home: Path) -> None:
     assert len(pauses_ms) == 200
     print(f"pause: median {pauses_ms[100]} ms, p99 {pauses_ms[197]} ms, longest {pauses_ms[-1]} ms")
     keeper.close()
+    servers.close()
+
+
+@pytest.mark.parametrize("upgrades", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_who_connects_to_its_ports_meanwhile_is_answered(home: Path, upgrades: int) -> None:
+    servers = with_ports(home)
+    ports = servers.ports()
+    callers = Callers(*ports)
+    for _ in range(upgrades):
+        answered = list(callers.answered)
+        servers.upgrade()
+        assert servers.ports() == ports
+        until(lambda before=answered: all(now > was for now, was in zip(callers.answered, before, strict=True)), 60)
+    dying = servers.start("--take-over", dies=("commit", "1", "before"))
+    assert dying.wait(60) == -9  # and the old one goes on
+    end(dying)
+    answered = list(callers.answered)
+    until(lambda: all(now > was + 5 for now, was in zip(callers.answered, answered, strict=True)), 60)
+    callers.stop()
+    assert not callers.failures
+    servers.close()
+
+
+def test_ports_follow_the_settings_of_the_new_server(home: Path) -> None:
+    servers = with_ports(home)
+    http, peers = servers.ports()
+    settings = json.loads(servers.config.read_text())
+    settings["http"]["listen"] = "localhost:0"
+    del settings["peers"]
+    servers.config.write_text(json.dumps(settings))
+    servers.upgrade()
+    assert "http://localhost:" in servers.ready and "peers=" not in servers.ready
+    for port in (http, peers):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 10)
     servers.close()
 
 

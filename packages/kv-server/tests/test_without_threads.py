@@ -12,6 +12,8 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended
 from kv_core.testing import key_chain
+from kv_remote.host_port import HostPort
+from kv_remote.messages import pack_keys
 from kv_server import ServerConfig, wire
 from kv_server.caches import Caches
 from kv_server.connection import ask_server
@@ -41,8 +43,6 @@ from kv_testing.threads import threads_left
 from kv_testing.wait import joined, until
 from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.host_port import HostPort
-from kv_tiers.messages import pack_keys
 from kv_tiers.tier import TierContext
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")

@@ -3,21 +3,27 @@
 import json
 import random
 import re
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kv_core.service import LoadFailed
 from kv_core.testing import key_chain
 from kv_server import RemoteCache
+from kv_server.peers.wire import PeerStream
 from kv_server.process import environment, module_command
 from kv_tiers.testing.tier_contract import content
 
 from kv_testing.cache_servers import fill, join_at
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, line
+
+_CALL_S = 30.0
 
 KILLED = """
 import os, runpy, signal, sys
@@ -56,7 +62,9 @@ class UpgradedServers:
         self.config.write_text(json.dumps(config))
         self.log = home / "server.log"
         self.process = self.start()
-        assert line(self.process.stdout).startswith("READY")
+        self.ready = line(self.process.stdout)
+        """What the one that runs said when it served."""
+        assert self.ready.startswith("READY")
 
     def start(self, *options: str, dies: Sequence[str] = ()) -> "subprocess.Popen[str]":
         """dies: the arguments of `KILLED`."""
@@ -71,10 +79,16 @@ class UpgradedServers:
     def upgrade(self, *options: str) -> None:
         """Another one takes over, and the old one ends."""
         old, self.process = self.process, self.start("--take-over", *options)
-        assert line(self.process.stdout).startswith("READY"), self.log.read_text()
+        self.ready = line(self.process.stdout)
+        assert self.ready.startswith("READY"), self.log.read_text()
         assert old.wait(30) == 0
         assert old.stdout is not None
         old.stdout.close()
+
+    def ports(self) -> tuple[int, int]:
+        """Of HTTP and of peers, of the server that runs."""
+        _, _, _, url, peers = self.ready.split()
+        return int(url.strip("/").rpartition(":")[2]), int(peers.rpartition(":")[2])
 
     def pauses_ms(self) -> list[float]:
         """For how long clients waited in each upgrade."""
@@ -89,6 +103,44 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.wait(60)
     if process.stdout is not None:
         process.stdout.close()
+
+
+class Callers:
+    """Clients of HTTP and a peer that connect anew without pause until `stop`. answered: in order HTTP's and peers'.
+
+    failures: whatever was not answered as it should be.
+    """
+
+    def __init__(self, http: int, peers: int) -> None:
+        self.failures: list[object] = []
+        self.answered = [0, 0]
+        self._stopped = threading.Event()
+        calls = (partial(self._request, http), partial(self._introduce, peers))
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, call), daemon=True) for number, call in enumerate(calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        joined(*self._threads)
+
+    def _run(self, number: int, call: Callable[[], None]) -> None:
+        while not self._stopped.is_set():
+            try:
+                call()
+                self.answered[number] += 1
+            except Exception as error:  # noqa: BLE001  # carried to the test's own thread
+                self.failures.append(error)
+
+    def _request(self, port: int) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_CALL_S) as answer:
+            answer.read()
+
+    def _introduce(self, port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port), _CALL_S) as connection:
+            PeerStream(connection).introduce(b"", time.monotonic() + _CALL_S)
 
 
 class Loads:

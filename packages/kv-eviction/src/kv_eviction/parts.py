@@ -18,6 +18,8 @@ class PartsPolicy:
 
     def __init__(self, policy: EvictionPolicy, steps: int) -> None:
         """steps: how often a chunk can be lowered."""
+        self.policy = policy
+        """That of whole chunks."""
         self._orders: list[EvictionPolicy] = [policy, *(LruPolicy() for _ in range(steps))]
         self._step_of: dict[int, int] = {}  # of the slots that were lowered
 

@@ -6,6 +6,9 @@ free elsewhere, so no chunk is ever evicted for a chunk of another share, and no
 
 Slots count towards their tenant from when they are taken until they are free again, including those whose chunk is no
 longer found but still being read. So the tenants' use always adds up to the pool's.
+
+A slot counts as one, unless whoever takes it says otherwise: in a tier whose chunks differ in size, shares are measured
+in units of its medium, and a slot counts as many as its chunk takes.
 """
 
 from collections import Counter
@@ -66,9 +69,17 @@ class Shares:
     While there are no quotas it passes every call on and does nothing else.
     """
 
-    def __init__(self, slots: int, policy: EvictionPolicy, make_policy: Callable[[int], EvictionPolicy]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        policy: EvictionPolicy,
+        make_policy: Callable[[int], EvictionPolicy],
+        *,
+        numbered: int | None = None,
+    ) -> None:
         """policy: of the common share.
-        make_policy: creates one for a share of the given number of slots.
+        make_policy: creates one for a share of the given size.
+        numbered: how many slots there are, if these do not count as one each. They may grow.
         """
         self.common = Share(policy, slots, is_common=True)
         self.over: set[Share] = set()
@@ -76,7 +87,7 @@ class Shares:
         self._make_policy = make_policy
         self._quota_shares: dict[bytes, Share] = {}
         self._accounts: dict[bytes, _Account] = {}
-        self._account_at: list[_Account | None] = [None] * slots
+        self._account_at: list[_Account | None] = [None] * (slots if numbered is None else numbered)
         self._moving: _Move | None = None
 
     def of(self, tenant: bytes) -> Share:
@@ -95,8 +106,12 @@ class Shares:
         assert account is not None
         return account.tenant
 
-    def took(self, slots: Sequence[int], tenant: bytes) -> None:
-        """From now on the slots belong to this tenant, and to no other."""
+    def grow(self, slots: int) -> None:
+        """There are this many more slots."""
+        self._account_at += [None] * slots
+
+    def took(self, slots: Sequence[int], tenant: bytes, *, each: int = 1) -> None:
+        """From now on the slots belong to this tenant, and to no other. each: as how much a slot counts."""
         account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))
         for slot in slots:
             previous = self._account_at[slot]
@@ -104,19 +119,25 @@ class Shares:
                 continue
             if previous is not None:
                 self.left(slot)
-            account.slots_used += 1
-            account.share.slots_used += 1
+            account.slots_used += each
+            account.share.slots_used += each
             self._account_at[slot] = account
         if account.slots_used:
             self._accounts[tenant] = account
 
-    def left(self, slot: int) -> None:
-        """The slot has become free."""
+    def shrank(self, slot: int, by: int) -> None:
+        """The slot counts as so much less."""
+        account = self._account_at[slot]
+        assert account is not None
+        account.share.slots_used -= by
+        account.slots_used -= by
+
+    def left(self, slot: int, counted: int = 1) -> None:
+        """The slot, which counted as so much, has become free."""
+        self.shrank(slot, counted)
         account = self._account_at[slot]
         assert account is not None
         self._account_at[slot] = None
-        account.share.slots_used -= 1
-        account.slots_used -= 1
         if not account.slots_used and self._accounts.get(account.tenant) is account:
             del self._accounts[account.tenant]
 

@@ -245,13 +245,19 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     yield from tabulated("tier", _TIER, [((cache, state.name), state) for cache, state in tiers])
     group_chunks: dict[Labels, float] = {}
     busy: dict[Labels, float] = {}
+    used: dict[Labels, float] = {}
+    quotas: dict[Labels, float] = {}
     for cache, state in tiers:
         labels = (cache, state.name)
         for group, chunks in enumerate(state.usage.by_group):
             group_chunks[*labels, str(group)] = chunks
+        for one in state.usage.quotas:
+            used[*labels, one.tenant], quotas[*labels, one.tenant] = one.used_bytes, one.quota_bytes
         busy[*labels, "load"], busy[*labels, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
     about = "Chunks of a group of layers that the tier holds, each counted once, if it reports them"
     yield gauge("tier_group_chunks", about, group_chunks, "tier", "group")
+    yield gauge("tier_tenant_bytes", "Bytes that a tenant with a quota there uses, by its tag", used, "tier", "tenant")
+    yield gauge("tier_tenant_quota_bytes", "The quota of a tenant that has one there", quotas, "tier", "tenant")
     yield counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
 
 

@@ -29,12 +29,12 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.config import SomeSeconds, Timeout
-from kv_tiers.host_port import read_host_port
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, TierContext, TierUsage, Write, why_full
 from numpy.typing import NDArray
 
 from kv_remote.factories import factory_of
+from kv_remote.host_port import read_host_port
 
 # Mooncake's error codes (mooncake-store/include/types.h) that are handled specially here.
 _NO_ROOM: Final = -200

@@ -12,14 +12,14 @@ import resource
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers.host_port import HostPort
+from kv_remote.host_port import HostPort, read_host_port
 from kv_tiers.pool.private_files import open_locked, open_own_directory, own_directory
 
 _log = limited_logger(__name__)
@@ -192,15 +192,44 @@ def allow_descriptors(wanted: int) -> int:
     return allowed
 
 
-def listen_at(address: HostPort, where: str) -> socket.socket:
-    """A listening socket. where: the name of this address in errors. Raises `ConfigError`: it is not possible to listen
-    there."""
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, place = found[0]
-        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot listen at {address}: {error.strerror or error}") from None
+class Ports:
+    """The ports at which a server listens, by the section of their settings. Whoever uses one closes it; one that is
+    still open is used again, so that a process that takes over, or goes on after all, refuses no connection meanwhile.
+    """
+
+    def __init__(self, handed_over: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """handed_over: by another process: `listen` in its settings, and the descriptor, which is ours from now on."""
+        self._open = {
+            section: (listen, socket.socket(fileno=descriptor))
+            for section, (listen, descriptor) in (handed_over or {}).items()
+        }
+
+    def open(self) -> dict[str, tuple[str, int]]:
+        """As `handed_over`, for another process. The descriptors stay ours too."""
+        return {section: (listen, one.fileno()) for section, (listen, one) in self._open.items() if one.fileno() >= 0}
+
+    def keep(self, section: str, listen: str) -> bool:
+        """Whether it is open at this address. Otherwise it is closed."""
+        was, listener = self._open.get(section, ("", None))
+        if listener is None or (was == listen and listener.fileno() >= 0):
+            return listener is not None
+        listener.close()
+        return False
+
+    def listen(self, section: str, listen: str) -> tuple[socket.socket, HostPort]:
+        """A listener that does not block, and its address. Raises `ConfigError`: it is not possible to listen there."""
+        where = f"{section}: listen"
+        address = read_host_port(listen, where)
+        if not self.keep(section, listen):
+            try:
+                found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                family, _, _, _, place = found[0]
+                self._open[section] = listen, socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+            except OSError as error:
+                raise ConfigError(f"{where}: cannot listen at {address}: {error.strerror or error}") from None
+        _, listener = self._open[section]
+        listener.setblocking(False)
+        return listener, HostPort(address.host, listener.getsockname()[1])
 
 
 class Acceptor:

@@ -18,12 +18,12 @@ from typing import Final
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError
 from kv_core.log import limited_logger
+from kv_remote.host_port import HostPort
 from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.admin import quota_slots
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
-from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.threads import OutOfThreadsError, join_all, must_start

@@ -20,7 +20,7 @@ from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
-from kv_server.address import allow_descriptors
+from kv_server.address import Ports, allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
@@ -163,16 +163,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         succession = _succession(config) if args.take_over else None
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        http = open_http(config.http) if succession is None else None
-        server = CacheServer(config, succession=succession)
+        ports = Ports() if succession is None else succession.ports
+        is_http_open = ports.keep("http", config.http.listen)
+        http = open_http(config.http, ports) if succession is None or is_http_open else None
+        server = CacheServer(config, succession=succession, ports=ports)
         if succession is not None:
             try:
                 server.take_over()
             except VanishedError as error:
                 _log.warning("%s", error)
                 succession = None
-                http = open_http(config.http)
-                server = CacheServer(config, address=server.address)
+                http = http or open_http(config.http, ports)
+                server = CacheServer(config, address=server.address, ports=ports)
     except (ConfigError, OutOfThreadsError) as error:
         say(f"kv-server: {error}", file=sys.stderr)
         return 2
@@ -204,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     programs = Programs(config.programs)
     try:
-        if http is not None:
+        if http is not None and succession is None:
             http.start(server)
         manager.keep_alive(server.submit)
         if succession is None:
@@ -214,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"kv-server: {error}", file=sys.stderr)
         status, http = 2, None
         server.stop()
-    later = _Later(server, config, output, manager, programs)
+    later = _Later(server, config, http, output, manager, programs)
     if succession is not None:
         later.start()
     try:
@@ -223,9 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"kv-server: {error}", file=sys.stderr)
         status = 2
     programs.stop()
-    for serving in (http, later.http):
-        if serving is not None:
-            serving.stop()
+    if later.http is not None:
+        later.http.stop()
     if server.is_passed_on:
         manager.passed_on()
         sys.stdout = None
@@ -238,34 +239,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Later(threading.Thread):
-    """What a server that has taken over does once the other process has ended, while it serves already."""
+    """What a server that has taken over does while it serves already, most of it once the other process has ended."""
 
     def __init__(
         self,
         server: CacheServer,
         config: ServerConfig,
+        http: "HttpThread | None",
         output: int | None,
         manager: ServiceManager,
         programs: Programs,
     ) -> None:
+        """http: None: its port, if it has one, is to be had only then."""
         super().__init__(name="kv-taken-over", daemon=True)
-        self.http: HttpThread | None = None
+        self.http = http
         self._server, self._config, self._output, self._manager = server, config, output, manager
         self._programs = programs
 
     def run(self) -> None:
+        is_http_open = self.http is not None
+        if is_http_open:
+            self._serve_http()
         try:
             self._server.alone()
-            self.http = open_http(self._config.http)
-            if self.http is not None:
-                self.http.start(self._server)
         except TierDown:  # it has been stopped meanwhile
             return
+        if not is_http_open:
+            self._serve_http()
+        _announce(self._server, self.http, self._output, self._manager)
+        self._programs.start(_served(self._server, self.http))
+
+    def _serve_http(self) -> None:
+        try:
+            self.http = self.http or open_http(self._config.http, self._server.ports)
+            if self.http is not None:
+                self.http.start(self._server)
         except (ConfigError, OutOfThreadsError) as error:
             _log.error("nothing is served over HTTP: %s", error)
             self.http = None
-        _announce(self._server, self.http, self._output, self._manager)
-        self._programs.start(_served(self._server, self.http))
 
 
 def _served(server: CacheServer, http: "HttpThread | None") -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 from kv_core.errors import ConfigError
+from kv_remote.host_port import read_host_port
 from kv_tiers.config import ColdConfig, HostConfig, HttpConfig, ObserveConfig, PeersConfig, ServerSettings
-from kv_tiers.host_port import read_host_port
 from kv_tiers.settings import Layer, Settings, resolve
 from kv_tiers.tenants import Tenant, read_tenants
 

@@ -103,6 +103,7 @@ class Reloading(threading.Thread):
             return ReloadReport(changed, refused)
         refused |= dict.fromkeys(others, "take-over")
         if "tenants" in differing:
+            _check_quotas_in_force(old.tiers, new.tenants)
             until_s = time.monotonic() + _HELD_S
             while why := self._server.submit(self._hold).result():
                 if time.monotonic() >= until_s:
@@ -167,6 +168,18 @@ def _differing(old: ServerConfig, new: ServerConfig) -> list[str]:
         elif was != now:
             paths.append(f"server.{name}" if name in ServerSettings.__struct_fields__ else name)
     return paths
+
+
+def _check_quotas_in_force(tiers: Sequence[Mapping[str, object]], tenants: Sequence[Tenant]) -> None:
+    """Raises `ConfigError`: a tier that stays as it is has a quota for a tenant that would have gone, so that no more
+    caches could be opened."""
+    quotas = [tier.get("quota_bytes") for tier in tiers]
+    named = {name for one in quotas if isinstance(one, Mapping) for name in one}
+    if gone := named - {tenant.name for tenant in tenants}:
+        raise ConfigError(
+            f"tenant {min(gone)} has a quota in a tier, which stays until another process takes over: reload with "
+            "--take-over"
+        )
 
 
 def _tenants_changed(old: Sequence[Tenant], new: Sequence[Tenant]) -> list[str]:

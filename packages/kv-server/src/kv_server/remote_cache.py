@@ -46,9 +46,9 @@ from kv_core.service import (
     check_options,
 )
 from kv_core.transfer import HostExtent
+from kv_remote.messages import MAX_NAME
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
-from kv_tiers.messages import MAX_NAME
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
 from kv_tiers.pool.populated import Places, PopulatedPages, distance, slot_bytes_for

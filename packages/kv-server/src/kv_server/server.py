@@ -31,15 +31,15 @@ from kv_core.log import limited_logger
 from kv_observe.build import build_bus
 from kv_observe.explain import explain
 from kv_observe.history import History, KnownKeySpace, Memory
+from kv_remote.host_port import HostPort
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.host_port import HostPort
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire
-from kv_server.address import Acceptor, ListeningSocket
+from kv_server.address import Acceptor, ListeningSocket, Ports
 from kv_server.caches import Caches, Opened, why_not_passed_on
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE, close_descriptor
@@ -129,11 +129,13 @@ class CacheServer:
         clock: Clock | None = None,
         address: ListeningSocket | None = None,
         succession: TakingOver | None = None,
+        ports: Ports | None = None,
     ) -> None:
         """Bind the socket. Clients that connect from now on wait until `serve`.
 
         address: of an earlier server of these settings; None: bind the socket.
         succession: everything is taken over from the server that this names. Call `take_over`, then `serve`.
+        ports: in use, or handed over.
 
         Raises:
             ConfigError: another server has it, or it cannot be used.
@@ -162,8 +164,11 @@ class CacheServer:
         self._is_private = False
         self.reload: WantsReload = _no_file
         """On any thread: have the settings read again. What has become of it is passed on, on any thread."""
+        self.pause_http: Callable[[bool], object] = lambda is_paused: None
+        """On any thread: have HTTP's clients wait until further notice."""
         self.is_passed_on = False
         """Another process has taken over."""
+        self.ports = ports or Ports()
         descriptors = [] if succession is None else succession.descriptors
         try:
             if address is None and descriptors:
@@ -190,9 +195,9 @@ class CacheServer:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self.is_stopping = False
         try:
-            if succession is None:
+            if succession is None or self.ports.keep("peers", config.peers.listen):
                 self._open_peers()
-            else:
+            if succession is not None:
                 quotas = succession.prepared.quotas_set()
                 for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
                     cache = self.formats.take_over(image.format, (image.name, image.slots, descriptor), quotas)
@@ -236,7 +241,7 @@ class CacheServer:
         """Serve until `stop`; then accept no more connections, complete pending spills, and close. Raises
         `OutOfThreadsError`: the system has no thread for peers; it is closed."""
         try:
-            if self._peers is not None and not self.is_stopping:
+            if self._peers is not None and self._succession is None and not self.is_stopping:
                 self._peers.start()
             while not self.is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
@@ -477,7 +482,8 @@ class CacheServer:
             self.address,
             self.caches,
             dict(self.formats.quotas_set),
-            close_peers=self._close_peers,
+            self.ports,
+            pause_ports=self._pause_ports,
             stop=lambda passed: self.submit(partial(self._pass_on, passed)),
             gone_on=lambda: self.submit(self._go_on_serving),
         )
@@ -494,9 +500,11 @@ class CacheServer:
             return "it is an engine's private server, which ends with its engine"
         return why_not_passed_on(self.formats)
 
-    def _close_peers(self) -> None:
+    def _pause_ports(self) -> None:
+        """On the thread that passes everything on."""
+        self.pause_http(True)
         if self._peers is not None:
-            self._peers.close()
+            self._peers.close(keeps_port=True)
 
     def _pass_on(self, passed: Sequence[Passed]) -> bool:
         """Serve nobody until the other process has taken over. False: it does not, and this one goes on. Raises
@@ -535,6 +543,7 @@ class CacheServer:
         """No other process has taken over."""
         self._passing = None
         self.formats.held_for = ""
+        self.pause_http(False)
         self._serve_peers()
 
     def _open_peers(self) -> None:
@@ -543,7 +552,7 @@ class CacheServer:
         if self._config.peers.listen:
             from kv_server.peers.server import PeerServer
 
-            self._peers = PeerServer(self._config.peers, self.formats.for_peers, self._open_for_peers)
+            self._peers = PeerServer(self._config.peers, self.formats.for_peers, self._open_for_peers, self.ports)
             self.formats.peers_address = self.peers_address
 
     def _open_for_peers(self, wanted: Format) -> None:
@@ -565,12 +574,13 @@ class CacheServer:
         try:
             if self._peers is None or self._peers.is_closed:
                 self._open_peers()
-                if self._peers is not None:
-                    self._peers.start()
+            for wanted, cache in self.caches.items():
+                self.formats.publish(wanted, cache)
+            if self._peers is not None:
+                self._peers.start()
         except (ConfigError, OutOfThreadsError) as error:
+            self.ports.keep("peers", "")  # peers that connect would wait
             _log.warning("other hosts cannot read from this server: %s", error)
-        for wanted, cache in self.caches.items():
-            self.formats.publish(wanted, cache)
 
     def _answer_waiting(self, kinds: type | UnionType) -> None:
         for client in self._connections.all():
@@ -636,6 +646,8 @@ class CacheServer:
         assert self._succession is not None
         for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
             restore_tiers(self.caches[image.format], rest_of_it)
+        if self._peers is not None:
+            self.submit(self._serve_peers)
         self._answer_waiting(wire.Register | wire.Explain)
         waited_s = time.monotonic() - rest.stopped_s
         chunks = sum(cache.counts().chunks_resident for cache in self.caches.values())
@@ -649,7 +661,8 @@ class CacheServer:
         self._succession.wait_for_end()
         for cache in self.submit(lambda: list(self.caches.values())).result():
             end_others(cache)
-        self.submit(self._serve_peers).result()
+        if self._peers is None:
+            self.submit(self._serve_peers).result()
 
     # Reports.
 
@@ -737,7 +750,7 @@ class CacheServer:
             self.address.stop_listening()
         self._acceptor.close()
         if self._peers is not None:
-            self._peers.close()  # it reads from the caches
+            self._peers.close(keeps_port=keeps_address)  # it reads from the caches
         self._mailbox.close()
         for client in [] if self.is_passed_on else self._connections.all():
             self._connections.drop(client)

@@ -25,9 +25,9 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import HostExtent
+from kv_remote.messages import MAX_NAME
 from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.messages import MAX_NAME
 
 from kv_server import wire
 from kv_server.connection import close_descriptor, is_gone

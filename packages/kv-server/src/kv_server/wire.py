@@ -1,6 +1,6 @@
 """The protocol on the socket: a message for each verb of `CacheService` and its answer, and a few about the session.
 
-Frames are those of `kv_tiers.messages`. Lengths are checked before memory is allocated for them, and every field
+Frames are those of `kv_remote.messages`. Lengths are checked before memory is allocated for them, and every field
 against its type and bounds before it is used. `docs/formats/wire.md` specifies the protocol for other languages.
 
 Chunks never cross the socket. Slot numbers do, of the pool whose descriptor was sent with `Pool`. Keys are sent as one
@@ -18,7 +18,7 @@ from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.service import CacheCounts, LookupOptions, StoreOptions
 from kv_observe.chunk_state import ChunkState, GroupState
-from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
+from kv_remote.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
 from kv_server.report import DirectoryState, Registration, ReloadReport, Report

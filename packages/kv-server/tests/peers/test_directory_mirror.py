@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_remote.host_port import HostPort
 from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import MAX_CHANGES, SHARDS, VERSION, Entry, decode, encode, names_of, pack, unpack
 from kv_server.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Trust
 from kv_testing.wait import joined
-from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 
 KEYS = key_chain(48)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server import RemoteCache, launch
 from kv_server.peers import tier as peer_following
 from kv_server.peers.tier import PeersTier, make_peers_tier
@@ -36,7 +37,6 @@ from kv_testing.wait import joined, until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
-from kv_tiers.messages import pack_keys
 from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import TierContext
 

@@ -16,6 +16,7 @@ from kv_core.keys import ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Loaded, Refused, Stored, Unstorable
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_remote.messages import pack_keys
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,
@@ -49,7 +50,6 @@ from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.messages import pack_keys
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages, content
 from kv_tiers.tier import Tier, TierContext, Write
 

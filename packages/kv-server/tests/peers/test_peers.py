@@ -15,6 +15,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import KEY_BYTES, ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused
 from kv_core.testing import key_chain
+from kv_remote.host_port import HostPort, read_host_port
 from kv_server import launch
 from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.tier import PeersTier, make_peers_tier
@@ -38,7 +39,6 @@ from kv_tiers import chunk_header
 from kv_tiers.build import build_lane, build_local_cache, check_settings
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages, content
 from kv_tiers.tier import Read, ShowsProgress, Tier, TierContext

@@ -22,7 +22,7 @@ from kv_core.log import limited_logger
 from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
-from kv_tiers.messages import MAX_KEYS
+from kv_remote.messages import MAX_KEYS
 
 from kv_sglang.lanes import Point
 from kv_sglang.names import Names

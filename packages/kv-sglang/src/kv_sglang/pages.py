@@ -29,10 +29,10 @@ from kv_core.log import limited_logger
 from kv_core.service import Ended, LookupPlan, ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import Copier
+from kv_remote.messages import MAX_KEYS
 from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER
-from kv_tiers.messages import MAX_KEYS
 
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.names import named_pages

@@ -126,10 +126,11 @@ def build_local_cache(
         pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes, core_dump=config.core_dump)
     lanes: list[tuple[Lane, WriteMode]] = []
     bounded = BoundedGroups()
+    tags = {tenant.name: tenant.tag for tenant in tenants}
     try:
         for number, options in enumerate(tiers):
             stored = fingerprint_of_tier(options, fingerprint)
-            context = TierContext(chunk_bytes, pool.slot_bytes, stored, tuple(group_bytes), bounded)
+            context = TierContext(chunk_bytes, pool.slot_bytes, stored, tuple(group_bytes), bounded, tags)
             lanes.append(build_lane(options, context, where=f"tiers[{number}]"))
             _check_names([lane.name for lane, _ in lanes])
         cache = LocalCache(

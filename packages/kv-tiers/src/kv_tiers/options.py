@@ -92,6 +92,8 @@ def counted(name: str, value: object, where: str, wanted: Any) -> object:
 
     wanted: the option's type.
     """
+    if isinstance(value, Mapping) and name.endswith("_bytes"):
+        return {key: counted(name, one, f"{where}: {key}", int) for key, one in value.items()}
     if isinstance(value, str) and _LIKE_A_FLOAT.fullmatch(value) and not _takes(wanted, str):
         value = float(value) if _takes(wanted, int) or _takes(wanted, float) else value
     if isinstance(value, float) and value.is_integer():

@@ -201,10 +201,13 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
         section, _, name = path.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
     settings = msgspec.convert(tree, Settings)
+    tenants = {tenant.name for tenant in read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)}
     for number, tier in enumerate(settings.tiers):
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, directory: …}}")
-    read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)
+        if isinstance(quotas := tier.get("quota_bytes"), dict) and (unknown := quotas.keys() - tenants):
+            name = min(map(str, unknown))
+            raise ConfigError(f"tiers[{number}]: quota_bytes: no tenant is called {name!r}; list it in tenants")
     in_force = [
         Setting(path, attrgetter(path)(settings), chosen[path][1] if path in chosen else "default") for path in known
     ]

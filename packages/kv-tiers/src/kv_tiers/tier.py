@@ -126,6 +126,7 @@ class TierContext:
     group_bytes: size of the chunks of each group of layers. Empty: unknown, or there is one.
     bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
         (`kv_eviction.coverage`).
+    tenants: tags by name, for quotas.
     name: for messages of a tier while it is created; empty: it has none yet.
     """
 
@@ -134,6 +135,7 @@ class TierContext:
     fingerprint: str
     group_bytes: tuple[int, ...] = field(default=(), compare=False)
     bounded: BoundedGroups = field(default_factory=BoundedGroups, compare=False, repr=False)
+    tenants: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False, repr=False)
 
     @property

@@ -10,6 +10,15 @@ from kv_core.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)
+class TierQuota:
+    """What a tenant has for itself in a tier. tenant: its tag, in hex."""
+
+    tenant: str
+    used_bytes: int
+    quota_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierUsage:
     """Current usage. None: the medium does not report it.
 
@@ -21,6 +30,7 @@ class TierUsage:
     by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the medium does
         not report that, or stores nothing.
     cut_chunks: those of `chunks` of which only first parts are left (`WhenFull`).
+    quotas: of tenants that have one here.
     """
 
     chunks: int | None = None
@@ -29,6 +39,7 @@ class TierUsage:
     full: str = ""
     by_group: tuple[int, ...] = ()
     cut_chunks: int = 0
+    quotas: tuple[TierQuota, ...] = ()
 
 
 class Health(Enum):

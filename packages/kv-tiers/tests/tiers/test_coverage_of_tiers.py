@@ -96,7 +96,7 @@ def test_a_disk_is_told_by_the_lookups_of_its_cache(tmp_path: Path, monkeypatch:
     for group in range(2):
         cache.commit(cache.begin_store(keys[group::2], "w"))
     until(lambda: lane.holds(keys) == [True] * 4)
-    assert len(index._policy.bounded_slots) == 2
+    assert len(index._shares.common.policy.bounded_slots) == 2
     cache.close()
 
 

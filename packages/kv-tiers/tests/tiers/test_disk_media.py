@@ -439,9 +439,9 @@ def test_a_store_waits_for_readers_to_make_room(box: DiskBox, monkeypatch: pytes
     waiting = threading.Event()
     wait_for_room = tier._index.wait_for_room
 
-    def wait(releases: int, timeout_s: float) -> bool:
+    def wait(releases: int, timeout_s: float, tenant: bytes) -> bool:
         waiting.set()
-        return wait_for_room(releases, timeout_s)
+        return wait_for_room(releases, timeout_s, tenant)
 
     monkeypatch.setattr(tier._index, "wait_for_room", wait)
     readers = [threading.Thread(target=load, args=(tier, key)) for key in keys]
@@ -479,7 +479,7 @@ def test_room_that_others_always_take_ends_the_wait_too(box: DiskBox, monkeypatc
     config = DiskConfig(directory=str(box.path), capacity_bytes=bytes_for(CONTEXT, 2), wait_s=1.0)
     tier = box.tier = DiskTier(config, CONTEXT, LruPolicy(), clock=clock)
 
-    def released(releases: int, timeout_s: float) -> bool:
+    def released(releases: int, timeout_s: float, tenant: bytes) -> bool:
         clock.advance(0.3)
         return True
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from kv_connect.request_options import Controls
 from kv_core.errors import ConfigError
-from kv_tiers.host_port import read_host_port
+from kv_remote.host_port import read_host_port
 from kv_tiers.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus

@@ -22,10 +22,10 @@ import msgspec
 from kv_core.errors import ConfigError, InputError, MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
+from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.redis_servers import RedisAccess, Servers
 from kv_remote.resp import ErrorReply, OversizedReplyError, Reply, command
 from kv_tiers.config import MAX_SECONDS, SomeSeconds, Timeout
-from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
 
 from kv_server.directory.contents import Contents

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from kv_core.errors import ConfigError, InputError
-from kv_tiers.host_port import HostPort, read_host_port
-from kv_tiers.messages import Message
+from kv_remote.host_port import HostPort, read_host_port
+from kv_remote.messages import Message
 
 Names = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]

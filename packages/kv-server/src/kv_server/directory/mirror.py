@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Final
 
 import numpy as np
-from kv_tiers.host_port import HostPort
+from kv_remote.host_port import HostPort
 
 from kv_server.directory.entries import Entry, Names, no_sums, root_of, shards_of, toggle
 from kv_server.directory.holders import MAX_HOSTS, HolderTable

@@ -27,9 +27,9 @@ from cryptography.x509 import (
 )
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 from kv_core.errors import ConfigError, InputError
+from kv_remote.messages import Message
 from kv_remote.tls_files import WatchedFiles
 from kv_tiers.config import PeerSecurity
-from kv_tiers.messages import Message
 
 from kv_server.directory.entries import MAX_CHAIN_BYTES, MAX_ENTRY_BYTES, Entry, decode, encode
 

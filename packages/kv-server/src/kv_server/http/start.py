@@ -9,6 +9,8 @@ from kv_core.errors import ConfigError
 from kv_tiers.config import HttpConfig
 from kv_tiers.pool.private_files import read_secret
 
+from kv_server.address import Ports
+
 if TYPE_CHECKING:
     from kv_server.http.thread import HttpThread
 
@@ -59,15 +61,15 @@ def _cannot_make(path: Path, why: str) -> ConfigError:
     )
 
 
-def open_http(config: HttpConfig) -> "HttpThread | None":
-    """Bind the address in the settings; None: they have none. Raises `ConfigError`: it cannot be bound, a setting
-    cannot be honoured, or the extra is not installed."""
+def open_http(config: HttpConfig, ports: Ports | None = None) -> "HttpThread | None":
+    """Listen at the address in the settings; None: they have none. Raises `ConfigError`: that is not possible, a
+    setting cannot be honoured, or the extra is not installed."""
     if not config.listen:
         return None
     _check_extra()
     from kv_server.http.thread import HttpThread
 
-    return HttpThread(config)
+    return HttpThread(config, ports or Ports())
 
 
 def check_http(config: HttpConfig) -> None:

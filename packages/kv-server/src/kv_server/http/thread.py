@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -17,14 +18,14 @@ from typing import Any, Final
 import uvicorn
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_remote.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.config import HttpConfig
-from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.threads import must_start
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kv_server.address import Acceptor, listen_at
+from kv_server.address import Acceptor, Ports
 from kv_server.http.app import make_app
 from kv_server.http.endpoints import read_endpoints
 from kv_server.http.operation import Problem, problem_response
@@ -145,7 +146,7 @@ class BoundedProtocol(H11Protocol):
             self._ends = [self.loop.call_later(HEALTH_S, transport.abort)]
         else:
             self._ends = [
-                self.loop.call_later(CONNECTION_S, self._tell_the_end),
+                self.loop.call_later(CONNECTION_S, self.end_with_next_answer),
                 self.loop.call_later(CONNECTION_S + LAST_ANSWER_S, transport.abort),
             ]
         self._look()
@@ -184,7 +185,7 @@ class BoundedProtocol(H11Protocol):
         self._ends, self._timer = [], None
         super().connection_lost(exc)
 
-    def _tell_the_end(self) -> None:
+    def end_with_next_answer(self) -> None:
         self.app_state[IS_LAST] = True
 
     def _look(self) -> None:
@@ -214,6 +215,8 @@ class BoundedProtocol(H11Protocol):
 
 
 _END_S: Final = 2
+_QUIET_S: Final = 0.5
+"""How long requests may take to be answered when another process takes over."""
 _START_S: Final = 20.0
 """How long `start` waits, on a busy machine: it takes a tenth of a second. A server has 30 s until it must be ready."""
 _NO_ROOM: Final = (
@@ -224,7 +227,7 @@ _NO_ROOM: Final = (
 class HttpThread:
     """Binds its address at once, and serves from `start` until `stop`."""
 
-    def __init__(self, config: HttpConfig) -> None:
+    def __init__(self, config: HttpConfig, ports: Ports) -> None:
         """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen = read_listen(config)
         # Host names in requests that do not come from a page of another origin.
@@ -236,8 +239,8 @@ class HttpThread:
             archive_directory=read_archive_directory(config),
             endpoints=read_endpoints(config.endpoints),
         )
-        self._listener = listen_at(listen, "http: listen")
-        self.url = f"http://{HostPort(listen.host, self._listener.getsockname()[1])}/"
+        self._listener, address = ports.listen("http", config.listen)
+        self.url = f"http://{address}/"
         self._server: uvicorn.Server | None = None
         self._accepting: _HttpListener | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
@@ -267,9 +270,17 @@ class HttpThread:
                 h11_max_incomplete_event_size=HEAD_BYTES,
             ),
         )
+        server.pause_http = self.pause
         must_start(self._thread)
         if not self._has_started.wait(_START_S):
             _log.warning("HTTP is not served yet, after %g s", _START_S)
+
+    def pause(self, is_paused: bool) -> None:
+        """Accept no connections until further notice: they wait. Returns when the requests in progress have been
+        answered, or after a short time. On any thread but HTTP's own."""
+        with suppress(RuntimeError, TimeoutError):  # it has ended, by a bug
+            if self._accepting is not None:
+                self._accepting.pause(is_paused).result(2 * _QUIET_S)
 
     def stop(self) -> None:
         """Finish requests in progress, for a short time, and close."""
@@ -324,9 +335,24 @@ class _HttpListener:
         self._room = HttpConnections()
         self._entering: set[asyncio.Task[object]] = set()
         self._acceptor = Acceptor(listener, greet=self._greet, turn_away=_turn_away)
-        self._is_closed = False
-        listener.setblocking(False)
+        self._is_closed = self._is_paused = False
         self._watch()
+
+    def pause(self, is_paused: bool) -> "Future[None]":
+        """As `HttpThread.pause`, from any thread."""
+        return asyncio.run_coroutine_threadsafe(self._pause(is_paused), self._loop)
+
+    async def _pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if not is_paused or self._is_closed:
+            self._watch()
+            return
+        self._loop.remove_reader(self._listener)
+        for one in self._room.open:
+            one.end_with_next_answer()
+        until_s = self._loop.time() + _QUIET_S
+        while any(one.awaited_since_s is None for one in self._room.open) and self._loop.time() < until_s:
+            await asyncio.sleep(_QUIET_S / 50)
 
     def close(self) -> None:
         """From any thread."""
@@ -342,7 +368,7 @@ class _HttpListener:
             self._listener.close()
 
     def _watch(self) -> None:
-        if not self._is_closed:
+        if not self._is_closed and not self._is_paused:
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:

@@ -20,9 +20,9 @@ from typing import Final, TypeVar
 
 from kv_core.errors import InputError
 from kv_core.log import limited_logger, on_one_line
+from kv_remote.host_port import HostPort
 from kv_remote.tls_files import TlsFiles
 from kv_remote.together import begin
-from kv_tiers.host_port import HostPort
 from kv_tiers.threads import start_thread
 
 from kv_server.peers.wire import MAX_ANSWER_BYTES, PROCESS, A, PeerStream, Request

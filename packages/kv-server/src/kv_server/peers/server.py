@@ -6,6 +6,8 @@ thread leases one chunk at a time, sends it from where it is, and disconnects a 
 connections is limited; further ones are refused, and cost the others nothing.
 """
 
+import os
+import select
 import socket
 import ssl
 import threading
@@ -18,14 +20,14 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
+from kv_remote.host_port import HostPort, read_host_port
+from kv_remote.messages import pack_keys
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.config import PeersConfig
-from kv_tiers.host_port import HostPort, read_host_port
-from kv_tiers.messages import pack_keys
 from kv_tiers.threads import join_all, must_start, start_thread
 
-from kv_server.address import REST_S, listen_at
+from kv_server.address import REST_S, Ports
 from kv_server.directory.entries import pack
 from kv_server.peers import wire
 from kv_server.peers.security import check_protected, read_token, tls_files
@@ -42,6 +44,8 @@ _GREETING_S: Final = 5.0
 _IDLE_S: Final = 120.0
 """How long a connection may be idle. A host that is gone is silent too."""
 _END_S: Final = 5.0
+_ANSWER_S: Final = 2.0
+"""How long answers in progress may take when another process takes over."""
 _NO_CACHE_S: Final = 0.2
 """How soon a follower may query again if no engine has registered the cache yet."""
 
@@ -57,26 +61,31 @@ def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
 class PeerServer:
     """Binds its address at once, and serves from `start` until `close`."""
 
-    def __init__(self, config: PeersConfig, find: FindCache, open_cache: Callable[[Format], object]) -> None:
+    def __init__(
+        self, config: PeersConfig, find: FindCache, open_cache: Callable[[Format], object], ports: Ports
+    ) -> None:
         """open_cache: as for `RemoteStores`.
 
         Raises:
             ConfigError: the settings cannot be honoured, or the address is taken.
         """
-        listen, self._token, self._tls = read_peers(config)
+        _, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
         self._stores = RemoteStores(find, open_cache, config.timeout_s) if config.take_stores else None
-        self._listener = listen_at(listen, f"{_WHERE}: listen")
-        self.address = HostPort(listen.host, self._listener.getsockname()[1])
+        self._listener, self.address = ports.listen(_WHERE, config.listen)
         self._lock = threading.Lock()
         self._counts = PeersServed()
         self._connected: dict[threading.Thread, socket.socket] = {}
+        self._answering: set[threading.Thread] = set()
         self._ending = threading.Event()
+        self._ended = os.eventfd(0, os.EFD_CLOEXEC)  # readable from then on
         self._accepting = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
 
     def start(self) -> None:
-        must_start(self._accepting)
+        """Does nothing if it serves already."""
+        if self._accepting.ident is None:
+            must_start(self._accepting)
 
     @property
     def is_closed(self) -> bool:
@@ -87,23 +96,40 @@ class PeerServer:
         with self._lock:
             return replace(self._counts, connections=len(self._connected))
 
-    def close(self) -> None:
-        """Accept no more connections and end those in progress: when this returns, no chunk is leased for a peer."""
+    def close(self, *, keeps_port: bool = False) -> None:
+        """Accept no more connections and end those in progress: when this returns, no chunk is leased for a peer.
+
+        keeps_port: peers that connect wait for another process or server at the port, and requests in progress are
+            answered first, for a short time.
+        """
         self._ending.set()
-        _interrupt_calls(self._listener)
-        if self._accepting.is_alive():
-            self._accepting.join(_END_S)
-        self._listener.close()
+        if self._ended >= 0:
+            os.eventfd_write(self._ended, 1)
+            if self._accepting.is_alive():
+                self._accepting.join(_END_S)
+            os.close(self._ended)
+            self._ended = -1
+        if not keeps_port:
+            self._listener.close()
         with self._lock:
             connected = dict(self._connected)
+            answering = self._answering & connected.keys() if keeps_port else set()
+        for thread in connected.keys() - answering:
+            _interrupt_calls(connected[thread])
+        join_all(answering, _ANSWER_S)
         for sock in connected.values():
             _interrupt_calls(sock)
         join_all(connected, _END_S)
 
     def _accept(self) -> None:
-        while not self._ending.is_set():
+        poller = select.poll()
+        poller.register(self._listener, select.POLLIN)
+        poller.register(self._ended, select.POLLIN)
+        while poller.poll() and not self._ending.is_set():
             try:
                 sock, _ = self._listener.accept()
+            except BlockingIOError:  # it has gone
+                continue
             except OSError as error:
                 if not self._ending.is_set():
                     _log.warning("peers cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error)
@@ -116,6 +142,7 @@ class PeerServer:
                     self._counts.turned_away += 1
                 else:
                     self._connected[thread] = sock
+                    self._answering.add(thread)  # its first request will come soon
             if is_full:  # the peer learns only that the connection was closed
                 sock.close()
                 _log.warning(
@@ -128,6 +155,7 @@ class PeerServer:
                 with self._lock:
                     self._counts.turned_away += 1
                     self._connected.pop(thread).close()
+                    self._answering.discard(thread)
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends, in whatever way."""
@@ -146,6 +174,7 @@ class PeerServer:
         finally:
             with self._lock:
                 sock = self._connected.pop(threading.current_thread())
+                self._answering.discard(threading.current_thread())
             sock.close()
 
     def _admitted(self, sock: socket.socket) -> wire.PeerStream:
@@ -170,18 +199,29 @@ class PeerServer:
         return stream
 
     def _converse(self, stream: wire.PeerStream) -> None:
-        while not self._ending.is_set():
+        while True:
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
-            if isinstance(request, wire.PeerHello):
-                raise InputError("a peer says hello once")
-            if isinstance(request, wire.PeerStore | wire.PeerForget | wire.PeerClear):
-                self._answer_store(stream, request, deadline)
-                continue
-            found = self._find(request.namespace)
-            if isinstance(request, wire.Fetch):
-                self._answer_fetch(stream, request, found)
-            else:
-                stream.send_message(self._answer(request, found), deadline)
+            self._set_answering(not isinstance(request, wire.Follow))  # which waits for what may never come
+            self._answer_request(stream, request, deadline)
+            self._set_answering(False)
+            if self._ending.is_set():
+                return
+
+    def _set_answering(self, is_answering: bool) -> None:
+        with self._lock:
+            (self._answering.add if is_answering else self._answering.discard)(threading.current_thread())
+
+    def _answer_request(self, stream: wire.PeerStream, request: wire.Request, deadline: float) -> None:
+        if isinstance(request, wire.PeerHello):
+            raise InputError("a peer says hello once")
+        if isinstance(request, wire.PeerStore | wire.PeerForget | wire.PeerClear):
+            self._answer_store(stream, request, deadline)
+            return
+        found = self._find(request.namespace)
+        if isinstance(request, wire.Fetch):
+            self._answer_fetch(stream, request, found)
+        else:
+            stream.send_message(self._answer(request, found), deadline)
 
     def _answer_store(
         self, stream: wire.PeerStream, request: wire.PeerStore | wire.PeerForget | wire.PeerClear, deadline: float

@@ -15,11 +15,11 @@ from typing import Final
 from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
+from kv_remote.host_port import HostPort
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.cache.host import AT_ONCE
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, format_id, pack_header
-from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.pool.core_dumps import chunk_memory

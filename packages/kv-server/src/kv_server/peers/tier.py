@@ -25,10 +25,10 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger, on_one_line
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 from kv_remote.factories import factory_of
+from kv_remote.host_port import HostPort, read_host_port
+from kv_remote.messages import pack_keys
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
-from kv_tiers.host_port import HostPort, read_host_port
-from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
 from kv_tiers.tier import Read, TierContext, TierUsage, Write, why_full
 

@@ -1,8 +1,8 @@
 """The protocol between servers of several hosts: which chunks are there, fetching them, and which chunks engines there
 hand over.
 
-Frames and keys are those of `kv_tiers.messages`. The connecting side begins, inside TLS unless both sides' settings say
-that they are unprotected:
+Frames and keys are those of `kv_remote.messages`. The connecting side begins, inside TLS unless both sides' settings
+say that they are unprotected:
 
     PeerHello   ->  PeerWelcome
     PeerHolds   ->  PeerHeld
@@ -38,8 +38,8 @@ import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, TENANT_BYTES, ChunkKey
 from kv_core.log import on_one_line
+from kv_remote.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 from kv_remote.timed_socket import TimedSocket
-from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 from kv_tiers.tier import Write
 
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES

@@ -20,7 +20,7 @@ from kv_server.session import OrphanImage, SessionImage
 from kv_server.succession.image import CacheImage, PoolImage
 from kv_server.wire import Format
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """The version of all that is passed on: these messages, and what is in them."""
 
 _HEADER: Final = struct.Struct("<QI")
@@ -144,13 +144,15 @@ class Begin(msgspec.Struct):
 
 
 class Prepared(msgspec.Struct):
-    """Descriptors: of the listening socket, of its lock, and of each pool.
+    """Descriptors: of the listening socket, of its lock, of each pool and of each port.
 
     quotas: those that differ from the settings.
+    ports: where it listens, as in its settings, by their section.
     """
 
     pools: list[PoolImage]
     quotas: list[tuple[Format | None, bytes, int | None]]
+    ports: dict[str, str]
 
     def quotas_set(self) -> QuotasSet:
         return {(wanted, tenant): quota for wanted, tenant, quota in self.quotas}

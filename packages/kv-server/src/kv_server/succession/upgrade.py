@@ -13,7 +13,7 @@ from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 
 from kv_server import wire
-from kv_server.address import ListeningSocket
+from kv_server.address import ListeningSocket, Ports
 from kv_server.connection import PACKAGE, ServerConnection, close_descriptor, is_gone
 from kv_server.succession.channel import FORMAT, Begin, Channel, Prepared, QuotasSet, Remainder, TakerReady
 from kv_server.succession.image import Passed
@@ -40,12 +40,13 @@ class PassingOn(threading.Thread):
         address: ListeningSocket,
         caches: dict[Format, LocalCache],
         quotas: QuotasSet,
+        ports: Ports,
         *,
-        close_peers: Callable[[], None],
+        pause_ports: Callable[[], None],
         stop: Callable[[Sequence[Passed]], "Future[bool]"],
         gone_on: Callable[[], object],
     ) -> None:
-        """close_peers: ends what other hosts read.
+        """pause_ports: has clients of these wait from then on.
         stop: has the serving thread do nothing but send the rest: whether it is taken.
         gone_on: called when it has come to nothing, and the tiers are open again.
         """
@@ -53,8 +54,9 @@ class PassingOn(threading.Thread):
         self.channel = channel
         self._address = address
         self._quotas = quotas
+        self._ports = ports
         self._passed = [Passed(wanted, cache) for wanted, cache in caches.items()]
-        self._close_peers, self._stop, self._gone_on = close_peers, stop, gone_on
+        self._pause_ports, self._stop, self._gone_on = pause_ports, stop, gone_on
 
     def run(self) -> None:
         why = "it has not taken over in time"
@@ -84,11 +86,14 @@ class PassingOn(threading.Thread):
             if not passed.cache.lower.pause(_CLOSING_S):
                 raise TierDown(f"a call to a tier has not returned for {_CLOSING_S:g} s")
         quotas = [(wanted, tenant, quota) for (wanted, tenant), quota in self._quotas.items()]
-        prepared = Prepared([passed.pool_image() for passed in self._passed], quotas)
+        ports = self._ports.open()
+        listening = {section: listen for section, (listen, _) in ports.items()}
+        prepared = Prepared([passed.pool_image() for passed in self._passed], quotas, listening)
         pools = [passed.cache.pool.descriptor for passed in self._passed]
-        self.channel.send(prepared, [*self._address.descriptors(), *pools])
+        of_ports = [descriptor for _, descriptor in ports.values()]
+        self.channel.send(prepared, [*self._address.descriptors(), *pools, *of_ports])
         self.channel.receive(TakerReady, within_s=_OPENING_S)
-        self._close_peers()
+        self._pause_ports()
         return self._stop(self._passed).result()
 
 
@@ -102,11 +107,12 @@ class VanishedError(TierDown):
 
 class TakingOver:
     """The new process: it asks the server at the socket for everything, and takes its place. For one thread. `prepared`
-    has what the old process sent so far, and `descriptors` those that came with it: of the listening socket, its lock
-    and the pools. Whoever uses them takes them over."""
+    has what the old process sent so far, and `descriptors` and `ports` those that came with it: of the listening
+    socket, its lock and the pools, and of other ports. Whoever uses them takes them over."""
 
     prepared: Prepared
     descriptors: list[int]
+    ports: Ports
 
     def __init__(self, path: Path) -> None:
         """Ask the server there, which changes nothing if it refuses.
@@ -131,9 +137,13 @@ class TakingOver:
         self._channel = Channel(connection.socket)
         try:
             self._channel.send(Begin())
-            self.prepared, self.descriptors = self._channel.receive(Prepared)
+            self.prepared, descriptors = self._channel.receive(Prepared)
         except TierDown as why:
             raise self._not_taken(str(why)) from None
+        count = 2 + len(self.prepared.pools)
+        self.descriptors = descriptors[:count]
+        of_ports = zip(self.prepared.ports.items(), descriptors[count:], strict=True)
+        self.ports = Ports({section: (listen, descriptor) for (section, listen), descriptor in of_ports})
 
     def remainder(self) -> tuple[Remainder, list[int]]:
         """All is ready here: the rest, with the clients' descriptors. The old process serves nobody from here on.

@@ -25,6 +25,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
 from kv_tiers.tiers.disk_directory import check_place, place_of, try_place
 from kv_tiers.tiers.disk_files import NO_ROOM, File, Move, Segment, behind, bytes_in_files, size_of_file_system
 from kv_tiers.tiers.disk_record import header_of
-from kv_tiers.tiers.index import IndexedTier
+from kv_tiers.tiers.index import IndexedTier, read_quotas
 from kv_tiers.tiers.space import Place
 
 # Extents of a disk tier's files, leased to callers that read the bytes (`kv_tiers.tier.SupportsFileExtents`).
@@ -164,6 +165,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     when_full: WhenFull = "drop_chunks"
     """drop_parts: cut chunks to their first half and then to their first quarter before evicting any. What is left is
     an approximation, so the tier needs `codec: progressive` and `approximate: true` (docs/quality.md)."""
+    quota_bytes: dict[str, int] = {}
+    """The part that a tenant has to itself, and its limit, by its name in `tenants`. Others share what these leave."""
 
     @property
     def directories(self) -> list[str]:
@@ -193,7 +196,8 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
 
 def _check_options(options: Mapping[str, object]) -> None:
     config = read_options(DiskConfig, options, "disk")
-    make_policy(config.policy, slots_for(config, ANY_CHUNKS))
+    make_policy(config.policy, slots := slots_for(config, ANY_CHUNKS))
+    read_quotas(config.quota_bytes, config.capacity_bytes, ANY_CHUNKS, slots)
     for path in config.directories:
         check_place(Path(path))
         try_place(Path(path))
@@ -228,7 +232,13 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """
     config = read_options(DiskConfig, options, "disk")
     _check_capacity(config)
-    return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
+    common = slots_for(config, context) - sum(_quotas(config, context).values())
+    return DiskTier(config, context, make_policy(config.policy, max(1, common)))
+
+
+def _quotas(config: DiskConfig, context: TierContext) -> dict[bytes, int]:
+    slots = slots_for(config, context)
+    return read_quotas(config.quota_bytes, config.capacity_bytes, context, slots, len(config.directories))
 
 
 class DiskTier(LendsExtents, IndexedTier):
@@ -242,7 +252,7 @@ class DiskTier(LendsExtents, IndexedTier):
     ) -> None:
         """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
 
-        policy: for `slots_for(config, context)` chunks.
+        policy: of the common share (`Shares`), which has `slots_for(config, context)` chunks without quotas.
 
         Raises:
             ConfigError: a setting or a directory cannot be used.
@@ -260,6 +270,8 @@ class DiskTier(LendsExtents, IndexedTier):
             syncs=config.durability == "power",
             drops_parts=config.when_full == "drop_parts",
             clock=self._clock,
+            quotas=_quotas(config, context),
+            share_policy=partial(make_policy, config.policy),
         )
         LendsExtents.__init__(self, chunks)
         IndexedTier.__init__(self, chunks.index)
@@ -322,7 +334,7 @@ class DiskTier(LendsExtents, IndexedTier):
                 break
             if remaining and not taken:
                 wait_s = until_s - self._clock.now_s()
-                if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s):
+                if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s, remaining[0].key.tenant):
                     break
         return [Stored() if write.key in stored else Refused(why) for write in writes]
 
@@ -347,7 +359,7 @@ class DiskTier(LendsExtents, IndexedTier):
     def usage(self) -> TierUsage:
         capacity_bytes = self._index.slots * bytes_for(self._context, 1, 0)
         usage = (self._index.chunks, self._chunks.used_bytes, capacity_bytes, self._chunks.full)
-        return TierUsage(*usage, self._index.by_group(), self._index.chunks_cut)
+        return TierUsage(*usage, self._index.by_group(), self._index.chunks_cut, self._index.quotas())
 
     def close(self) -> None:
         self._chunks.close()

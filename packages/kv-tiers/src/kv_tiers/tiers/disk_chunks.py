@@ -9,7 +9,7 @@ import errno
 import gc
 import mmap
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -326,9 +326,11 @@ class DiskChunks:
         syncs: bool,
         drops_parts: bool,
         clock: Clock,
+        quotas: Mapping[bytes, int],
+        share_policy: Callable[[int], EvictionPolicy],
     ) -> None:
         """
-        drops_parts: as for `ExtentIndex`.
+        drops_parts, quotas, share_policy: as for `ExtentIndex`.
 
         Raises:
             ConfigError: a directory cannot be used.
@@ -347,6 +349,8 @@ class DiskChunks:
             overhead_bytes=PAGE_BYTES,
             bounded=context.bounded,
             drops_parts=drops_parts,
+            quotas=quotas,
+            share_policy=share_policy,
         )
         self._slots_ahead = min(_MAX_SLOTS_AHEAD, slots // 24) if syncs else 0
         slack_bytes = self._geometry.slot_bytes - PAGE_BYTES - context.slot_bytes
@@ -513,7 +517,7 @@ class DiskChunks:
             self._records.write([chunk for chunk in chunks if chunk[0].entry in self._arriving])
             # What the next store will replace is wiped now, so that one sync makes both durable.
             if self._slots_ahead:
-                room = self.index.evict_ahead(self._slots_ahead, parent)
+                room = self.index.evict_ahead(self._slots_ahead, parent, chunks[0][0].key.tenant)
                 self._wipe_if_possible(room.evicted, room.cut)
         self._records.sync([place.entry for place, _ in chunks])
 
@@ -630,8 +634,9 @@ class DiskChunks:
             self._check_mounted(places)
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
-                self.index.adopt(records.take_over(cut=self._drops_parts))
+                gone = self.index.adopt(records.take_over(cut=self._drops_parts))
             self.directories, self._places, self._records = opened, places, records
+            self._wipe_if_possible(gone)
         except BaseException as error:
             for directory in opened:
                 directory.close()

@@ -1,7 +1,8 @@
 """The dram tier: plain host memory below the pool, unpinned, on another NUMA node, or on a memory expander."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -26,7 +27,7 @@ from kv_tiers.tier import (
     checked,
     encoded_bytes,
 )
-from kv_tiers.tiers.index import ExtentIndex, IndexedTier
+from kv_tiers.tiers.index import ExtentIndex, IndexedTier, read_quotas
 from kv_tiers.tiers.space import Geometry, runs
 
 _SLOT_UNITS: Final = 16
@@ -42,11 +43,14 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The eviction policy."""
     when_full: WhenFull = "drop_chunks"
     """drop_parts: as for the disk tier."""
+    quota_bytes: dict[str, int] = {}
+    """As for the disk tier."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
     config = read_options(DramConfig, options, "dram")
-    make_policy(config.policy, _slots_for(config, ANY_CHUNKS))
+    make_policy(config.policy, slots := _slots_for(config, ANY_CHUNKS))
+    read_quotas(config.quota_bytes, config.capacity_bytes, ANY_CHUNKS, slots)
     check_capacity(config.capacity_bytes, "dram")
 
 
@@ -59,9 +63,16 @@ def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     """
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
+    quotas = read_quotas(config.quota_bytes, config.capacity_bytes, context, slots)
     pool = HostPool.anonymous("dram", context.chunk_bytes, slots)
-    drops_parts = config.when_full == "drop_parts"
-    return DramTier(pool, make_policy(config.policy, slots), bounded=context.bounded, drops_parts=drops_parts)
+    return DramTier(
+        pool,
+        make_policy(config.policy, max(1, slots - sum(quotas.values()))),
+        bounded=context.bounded,
+        drops_parts=config.when_full == "drop_parts",
+        quotas=quotas,
+        share_policy=partial(make_policy, config.policy),
+    )
 
 
 def _slots_for(config: DramConfig, context: TierContext) -> int:
@@ -84,16 +95,26 @@ class DramTier(IndexedTier):
         name: str = "dram",
         bounded: BoundedGroups | None = None,
         drops_parts: bool = False,
+        quotas: Mapping[bytes, int] | None = None,
+        share_policy: Callable[[int], EvictionPolicy] | None = None,
     ) -> None:
         """pool: anonymous, with slots of the size of the host pool's. The tier closes it.
-        bounded: as for `TierContext`.
-        drops_parts: as for `ExtentIndex`.
+        The rest: as for `ExtentIndex`.
         """
         self.name = name
         self._pool = pool
         self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
         geometry = Geometry(self._unit_bytes, _SLOT_UNITS)
-        super().__init__(ExtentIndex([pool.slots], geometry, policy, bounded=bounded, drops_parts=drops_parts))
+        index = ExtentIndex(
+            [pool.slots],
+            geometry,
+            policy,
+            bounded=bounded,
+            drops_parts=drops_parts,
+            quotas=quotas,
+            share_policy=share_policy,
+        )
+        super().__init__(index)
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 
@@ -139,7 +160,8 @@ class DramTier(IndexedTier):
         used_bytes = self._index.used_units * self._unit_bytes
         capacity_bytes = self._pool.slots * self._pool.slot_bytes
         by_group, cut = self._index.by_group(), self._index.chunks_cut
-        return TierUsage(self._index.chunks, used_bytes, capacity_bytes, by_group=by_group, cut_chunks=cut)
+        usage = (self._index.chunks, used_bytes, capacity_bytes)
+        return TierUsage(*usage, by_group=by_group, cut_chunks=cut, quotas=self._index.quotas())
 
     def close(self) -> None:
         with self._closing:

@@ -17,18 +17,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_eviction.parts import PartsPolicy
 from kv_eviction.policy import EvictionPolicy
+from kv_eviction.shares import Shares
 
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency, most_worth_first
-from kv_tiers.tier import RankedChunk
+from kv_tiers.pool.machine import spelled
+from kv_tiers.tier import ANY_CHUNKS, RankedChunk, TierContext
+from kv_tiers.tier_state import TierQuota
 from kv_tiers.tiers.space import (
     CHUNKS_A_SLOT,
     CUTS,
@@ -56,10 +60,10 @@ class _Protected:
     """Entries that must not leave. Parts of them may be dropped."""
 
     entries: Container[int]
-    parts: PartsPolicy
+    shares: Shares
 
     def __contains__(self, entry: object) -> bool:
-        return isinstance(entry, int) and entry in self.entries and self.parts.is_lowest(entry)
+        return isinstance(entry, int) and entry in self.entries and _parts_at(self.shares, entry).is_lowest(entry)
 
 
 @dataclass(slots=True)
@@ -82,6 +86,12 @@ class _Search:
     cut: set[int] = field(default_factory=set)
 
 
+def _parts_at(shares: Shares, entry: int) -> PartsPolicy:
+    policy = shares.at(entry).policy
+    assert isinstance(policy, PartsPolicy)
+    return policy
+
+
 class ExtentIndex:
     """Safe to call from any thread. Under its lock nothing waits, and no byte of a chunk is touched."""
 
@@ -94,21 +104,42 @@ class ExtentIndex:
         overhead_bytes: int = 0,
         bounded: BoundedGroups | None = None,
         drops_parts: bool = False,
+        quotas: Mapping[bytes, int] | None = None,
+        share_policy: Callable[[int], EvictionPolicy] | None = None,
     ) -> None:
         """slots: of each medium.
         overhead_bytes: what the medium stores with each payload.
         bounded: as for `TierContext`.
         drops_parts: cut chunks before any is evicted. Only for readers of first parts.
+        quotas: slots that tenants have for themselves, by their tag. In all no more than there are.
+        share_policy: creates the policy of such a share of so many slots.
         """
         self.slots = sum(slots)
         self._media = len(slots)
         self._geometry, self._overhead_bytes = geometry, overhead_bytes
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self._bounded = BoundedGroups() if bounded is None else bounded
-        self._policy = CoveragePolicy(policy, self._bounded)
-        self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
-        self._residency = Residency(0, self._parts or self._policy)
+        self._bounded = known = BoundedGroups() if bounded is None else bounded
+        self._drops_parts = drops_parts
+        slot_units = geometry.slot_units
+        # Entries are limited too, and a share has its part of those.
+        self._least_units = -(-slot_units // CHUNKS_A_SLOT) if quotas else 1
+
+        def ranking(whole: EvictionPolicy) -> EvictionPolicy:
+            covered = CoveragePolicy(whole, known)
+            return PartsPolicy(covered, len(CUTS) - 1) if drops_parts else covered
+
+        def make_share(units: int) -> EvictionPolicy:
+            assert share_policy is not None
+            return ranking(share_policy(max(1, units // slot_units)))
+
+        self._units_in_all = self.slots * slot_units
+        self._shares = Shares(self._units_in_all, ranking(policy), make_share, numbered=0)
+        for tenant, quota in (quotas or {}).items():
+            self._shares.set_quota(tenant, quota * slot_units)
+            self._shares.end_move()
+        self._quotas = {tenant: self._shares.of(tenant) for tenant in quotas or {}}
+        self._residency = Residency(0, self._shares)
         self._decoded_bytes: dict[int, int] = {}  # of the chunks that can be cut
         self._cut: dict[int, int] = {}  # by entry of a cut chunk: by which of `CUTS`
         self._parents: list[ChunkKey | None] = []
@@ -145,11 +176,22 @@ class ExtentIndex:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Iterable[RecoveredChunk]) -> None:
-        """Take over the chunks found at a restart, those worth least first. Only valid while the index is idle."""
+    def quotas(self) -> tuple[TierQuota, ...]:
+        """As for `TierUsage`. Takes no lock."""
+        unit_bytes = self._geometry.unit_bytes
+        return tuple(
+            TierQuota(tenant.hex(), share.slots_used * unit_bytes, share.slots * unit_bytes)
+            for tenant, share in self._quotas.items()
+        )
+
+    def adopt(self, chunks: Iterable[RecoveredChunk]) -> list[int]:
+        """Take over the chunks found at a restart, those worth least first. Only valid while the index is idle. Returns
+        the entries of those that are beyond a share's size, and have left."""
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
+            for place in self._withheld or ():
+                self._shares.left(place.entry, self._counted(place.entry))
             self._forget_places()
             self._withheld = None
             self._decoded_bytes.clear()
@@ -159,18 +201,28 @@ class ExtentIndex:
                 taken[medium].append(units)
                 used[medium].add(number)
                 self._grow(entry)
+                self._units[entry], self._stored_bytes[entry] = units, stored_bytes
+                self._shares.took([entry], key.tenant, each=self._counted(entry))
                 self._residency.adopt(key, entry)
                 self._parents[entry] = parent
-                self._units[entry], self._stored_bytes[entry] = units, stored_bytes
-                if self._parts is not None and decoded_bytes:
+                if self._drops_parts and decoded_bytes:
                     self._decoded_bytes[entry] = decoded_bytes
                     if divisor > 1:
-                        self._parts.lower(entry, CUTS.index(divisor))
+                        _parts_at(self._shares, entry).lower(entry, CUTS.index(divisor))
                         self._cut[entry] = divisor
             for medium, space in enumerate(self._spaces):
                 space.adopt(taken[medium])
                 self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
                 self._free_entries[medium] = [number for number in range(end) if number not in used[medium]]
+            gone: list[int] = []
+            self._shares.note_over()
+            for share in self._shares.over:
+                while share.slots_used > share.slots and (victim := share.policy.victim()) is not None:
+                    self._empty(victim)
+                    self._free(victim)
+                    gone.append(victim)
+            self._shares.over.clear()
+            return gone
 
     def begin_load(self, keys: Sequence[ChunkKey], *, touch: bool = True) -> list[int | None]:
         """The entries of those that are here, each leased until `end_load`. touch: this counts as a use of them."""
@@ -222,7 +274,7 @@ class ExtentIndex:
                     place = self._room(key, units_of[nbytes], nbytes, search)
                     missing.discard(key) if place is not None else missing.clear()
                 places.append(place)
-                if place is not None and self._parts is not None and decoded_bytes and decoded_bytes[number]:
+                if place is not None and self._drops_parts and decoded_bytes and decoded_bytes[number]:
                     self._decoded_bytes[place.entry] = decoded_bytes[number]
             taken = [place for place in places if place is not None]
             self._residency.reserve([place.key for place in taken], [place.entry for place in taken])
@@ -260,20 +312,25 @@ class ExtentIndex:
                 self._free(place.entry)
             self._notify()
 
-    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> RoomMade:
-        """Keep this many slots free ahead of demand, unless some were never used.
+    def evict_ahead(self, free_slots: int, parent: ChunkKey | None, tenant: bytes) -> RoomMade:
+        """Keep this many slots free ahead of demand, or their part of the tenant's share, unless some were never used.
 
         parent: of the chunk that is being stored; nothing of its prompt is evicted.
         """
         with self._lock:
             if any(space.has_untouched() for space in self._spaces):
                 return RoomMade([], [], {})
-            wanted = free_slots * self._geometry.slot_units
-            missing = wanted - sum(space.free_units for space in self._spaces)
+            share = self._shares.of(tenant)
+            wanted = free_slots * self._geometry.slot_units * share.slots // self._units_in_all
+            free_units = sum(space.free_units for space in self._spaces)
+            missing = wanted - min(free_units, share.slots - share.slots_used)
             if missing <= 0:
                 return RoomMade([], [], {})
             search = self._search(self._entries_above(parent))
-            while missing > 0 and (entry := self._residency.victim(search.protected, search.skipped)) is not None:
+            while missing > 0:
+                entry = self._residency.victim(search.protected, search.skipped, share.policy)
+                if entry is None:
+                    break
                 units = len(self.extent(entry).units)
                 if self._shrink(entry, search.cut, last=True):
                     missing -= units - len(self.extent(entry).units)
@@ -304,11 +361,13 @@ class ExtentIndex:
             for space in self._spaces:
                 space.grows = True
 
-    def wait_for_room(self, releases: int, timeout_s: float) -> bool:
+    def wait_for_room(self, releases: int, timeout_s: float, tenant: bytes) -> bool:
         """Wait until something has been released since `releases` was read. False: nothing was released in time, or
-        nothing is held that could be.
+        nothing is held that could be, or the tenant may have no room here.
         """
         with self._lock:
+            if not self._shares.of(tenant).slots:
+                return False
             if self.releases != releases:
                 return True
             return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._released.wait(timeout_s)
@@ -365,19 +424,21 @@ class ExtentIndex:
 
     def _search(self, prompt: Iterable[int]) -> _Search:
         entries = dict.fromkeys(prompt).keys()
-        return _Search(entries, entries if self._parts is None else _Protected(entries, self._parts))
+        return _Search(entries, _Protected(entries, self._shares) if self._drops_parts else entries)
 
     def _room(self, key: ChunkKey, units: int, stored_bytes: int, search: _Search) -> Place | None:
+        share, counted = self._shares.of(key.tenant), max(units, self._least_units)
         while True:
-            if units < search.no_room_for:
+            if units < search.no_room_for and share.slots_used + counted <= share.slots:
                 place = self._free_place(key, units, stored_bytes)
                 if place is not None:
+                    self._shares.took([place.entry], key.tenant, each=counted)
                     return place
                 search.no_room_for = units
-            victim = self._residency.victim(search.protected, search.skipped)
+            victim = self._residency.victim(search.protected, search.skipped, share.policy)
             if victim is None:
                 return None
-            if self._parts is not None and self._shrink(victim, search.cut):
+            if self._shrink(victim, search.cut):
                 search.no_room_for = MAX_UNITS + 1
                 continue
             self._empty(victim)
@@ -385,6 +446,8 @@ class ExtentIndex:
             first_unit = self._units[victim]
             if units == self._geometry.slot_units and isinstance(first_unit, int):
                 self._decoded_bytes.pop(victim, None)
+                self._shares.left(victim, units)
+                self._shares.took([victim], key.tenant, each=units)
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
                 return Place(key, victim, range(first_unit, first_unit + units), stored_bytes)
             self._free(victim)
@@ -417,29 +480,35 @@ class ExtentIndex:
 
         cut: receives the entry if this freed units. last: as for `Space.give`.
         """
-        if self._parts is None or self._parts.is_lowest(entry):
+        if not self._drops_parts or (parts := _parts_at(self._shares, entry)).is_lowest(entry):
             return False
-        step = self._parts.step(entry) + 1
+        step = parts.step(entry) + 1
         decoded_bytes = self._decoded_bytes.get(entry, 0)
         if not decoded_bytes:
-            self._parts.lower(entry, len(CUTS) - 1)
+            parts.lower(entry, len(CUTS) - 1)
             return True
-        self._parts.lower(entry, step)
+        parts.lower(entry, step)
         remaining_bytes = cut_bytes(decoded_bytes, CUTS[step])
         units = tuple(self.extent(entry).units)  # not a range, which would mean a whole slot
         needed = self._geometry.units_for(self._overhead_bytes + remaining_bytes)
         if remaining_bytes < self._stored_bytes[entry] and needed < len(units):
             self._spaces[entry % self._media].give(units[needed:], last=last)
+            counted = self._counted(entry)
             self._units[entry], self._stored_bytes[entry] = units[:needed], remaining_bytes
+            self._shares.shrank(entry, counted - self._counted(entry))
             self._cut[entry] = CUTS[step]
             cut.add(entry)
         return True
 
     def _empty(self, entry: int) -> None:
         key = self._residency.empty(entry)
-        if self._policy.bounded_slots:
+        policy = self._shares.at(entry).policy
+        if isinstance(policy, PartsPolicy):
+            policy = policy.policy
+        assert isinstance(policy, CoveragePolicy)
+        if policy.bounded_slots:
             bounded_entries = map(self._residency.find, self._bounded.beside(key))
-            self._policy.demote([entry for entry in bounded_entries if entry in self._policy.bounded_slots])
+            policy.demote([entry for entry in bounded_entries if entry in policy.bounded_slots])
 
     def _entry(self, medium: int) -> int | None:
         free = self._free_entries[medium]
@@ -459,6 +528,7 @@ class ExtentIndex:
         if entry >= size:
             added = entry + 1 - size + max(_GROWS_BY, size // 8)
             self._residency.grow(size + added)
+            self._shares.grow(added)
             self._parents += [None] * added
             self._stored_bytes.frombytes(bytes(8 * added))
             self._units += [0] * added
@@ -467,8 +537,14 @@ class ExtentIndex:
         number, medium = divmod(entry, self._media)
         self._decoded_bytes.pop(entry, None)
         self._cut.pop(entry, None)
+        self._shares.left(entry, self._counted(entry))
         self._spaces[medium].give(self.extent(entry).units, last=last)
         self._free_entries[medium].append(number)
+
+    def _counted(self, entry: int) -> int:
+        """The units of its share that this entry's chunk counts as."""
+        units = self._units[entry]
+        return self._geometry.slot_units if isinstance(units, int) else max(self._least_units, len(units))
 
     def _entries_above(self, key: ChunkKey | None) -> list[int]:
         """The entries of this chunk and of those ancestors that are here and that it needs, from the prompt's first."""
@@ -487,6 +563,37 @@ class ExtentIndex:
             return list(keys), list(entries)
         above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
         return [*above_keys, *keys], [*above, *entries]
+
+
+def read_quotas(
+    quota_bytes: Mapping[str, int], capacity_bytes: int, context: TierContext, slots: int, media: int = 1
+) -> dict[bytes, int]:
+    """The slots that tenants have for themselves, by their tag.
+
+    quota_bytes: by the tenant's name. capacity_bytes: of which the tier makes this many slots.
+
+    Raises:
+        ConfigError: there is no such tenant (which `ANY_CHUNKS` does not know), or it cannot have so much.
+    """
+    quotas: dict[bytes, int] = {}
+    for name, nbytes in quota_bytes.items():
+        quota = nbytes * slots // capacity_bytes
+        if nbytes < 0 or (nbytes and quota < media):
+            least = -(-media * capacity_bytes // slots)
+            raise ConfigError(
+                f"quota_bytes: {name!r} has {nbytes}; write at least {least} ({spelled(least)}), which is a chunk of "
+                "this model in every directory, or 0 if nothing of it is to be stored there"
+            )
+        if name in context.tenants:
+            quotas[context.tenants[name]] = quota
+        elif context is not ANY_CHUNKS:
+            raise ConfigError(f"quota_bytes: no tenant is called {name!r}; list it in tenants")
+    if (total := sum(quota_bytes.values())) > capacity_bytes:
+        raise ConfigError(
+            f"quota_bytes: the quotas are {total} bytes ({spelled(total)}) in all, and the tier's capacity_bytes is "
+            f"{capacity_bytes} ({spelled(capacity_bytes)}); write smaller quotas or a larger capacity"
+        )
+    return quotas
 
 
 # What tiers answer from an index of their own in memory.
