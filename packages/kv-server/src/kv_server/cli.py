@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"kv-server: {error}", file=sys.stderr)
         status, http = 2, None
         server.stop()
-    later = _Later(server, config, http, output, manager, programs)
+    later = _Later(server, config, http, output=output, manager=manager, programs=programs)
     if succession is not None:
         later.start()
     try:
@@ -246,6 +246,7 @@ class _Later(threading.Thread):
         server: CacheServer,
         config: ServerConfig,
         http: "HttpThread | None",
+        *,
         output: int | None,
         manager: ServiceManager,
         programs: Programs,
