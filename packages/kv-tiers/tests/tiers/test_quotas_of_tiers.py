@@ -119,7 +119,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         made = make_dram_tier(with_quotas(24 * SHARED.slot_bytes), SHARED)
     else:
         paths = [str(tmp_path / name) for name in (("a", "b") if request.param == "disks" else ("a",))]
-        made = make_disk_tier(with_quotas(bytes_for(SHARED, 24, len(paths))) | {"directory": paths}, SHARED)
+        made = make_disk_tier(
+            with_quotas(bytes_for(SHARED, 24, len(paths))) | {"directory": paths, "durability": "process"}, SHARED
+        )
     yield made
     made.close()
 
@@ -139,7 +141,7 @@ def test_a_noisy_tenant_evicts_nothing_of_a_quiet_one(tier: Tier) -> None:
     fill(tier, 2000, salt="cyd")
     assert tier.holds(quiet) == [True] * 8
     store(tier, others)  # type: ignore[arg-type]
-    fill(tier, 2000, salt="ann")
+    fill(tier, 200, salt="ann")
     assert tier.holds(others) == [True] * 8
     assert [type(load(tier, key)) for key in others] == [Loaded] * 8  # type: ignore[arg-type]
     (quota,) = tier.usage().quotas
