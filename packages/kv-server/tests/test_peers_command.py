@@ -85,7 +85,7 @@ def test_the_commands_of_docs_peers_start_two_hosts_that_read_from_each_other(ho
     bin_of = Path(sys.executable).parent
     a, b = (("localhost", free_port()), ("127.0.0.1", free_port()))
     names = [name.replace("kv-a.internal", a[0]).replace("kv-b.internal", b[0]) for name in first]
-    subprocess.run([bin_of / names[0], *names[1:]], cwd=home, check=True, capture_output=True)
+    subprocess.run([bin_of / names[0], *names[1:]], cwd=home, check=True, capture_output=True, timeout=60)
     with ExitStack() as ending:
         caches = []
         for (name, port), (other, other_port) in ((a, b), (b, a)):

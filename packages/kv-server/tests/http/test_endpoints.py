@@ -17,7 +17,7 @@ from kv_core.testing import key_chain
 from kv_server.http import endpoints, thread
 from kv_server.http.endpoints import ServerView
 from kv_server.http.operation import MAX_BODY_BYTES, Operation, Problem
-from kv_server.http.start import check_http
+from kv_server.http.start import check_http, open_http
 from kv_testing.http import Served, problem, store
 from kv_testing.wait import until
 from kv_tiers.config import HttpConfig
@@ -183,7 +183,7 @@ def test_those_that_block_delay_nobody_else(served: Served, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_that_cannot_be_served_stops_the_start(fault: str) -> None:
-    for begin in (check_http, thread.HttpThread):
+    for begin in (check_http, open_http):
         with pytest.raises(ConfigError, match=f"the endpoint 'mine' cannot be served: .*{fault}"):
             begin(HttpConfig(listen="127.0.0.1:0", endpoints=[{"name": "mine", "fault": fault}]))
 
