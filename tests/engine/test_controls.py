@@ -289,6 +289,7 @@ WRONG: list[tuple[Any, str, Controls]] = [
     ({"kv_tiers": {"tiers": ["disk", "nvme"]}}, "there are disk, host", Controls(tiers=("disk",))),
     ({"kv_tiers": {"tiers": "disk"}}, "only the pool is read and written", Controls(tiers=())),
     ({"kv_tiers": {"tiers": [1]}}, "only the pool is read and written", Controls(tiers=())),
+    ({"kv_tiers": {"use": "\ud800", "load": False}}, "use is '\\ud800', ", Controls(load=False)),
     ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid Unicode", Controls(load=False, store=False)),
 ]
 

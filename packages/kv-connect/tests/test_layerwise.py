@@ -76,6 +76,7 @@ def test_chunks_are_leased_until_their_copies_have_ended() -> None:
     halves.scheduler.finished("a")
     halves.hear()
     assert halves.scheduler.tracked_phases() == {"a": Phase.DRAINING} and halves.service.promised
+    assert halves.asks() is None  # another request with its id, which vLLM may be told not to make unique
     halves.worker.layers.wait_for(0)
     assert halves.worker.layers.forward_ended()
     halves.hear()

@@ -208,7 +208,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
                     if tier not in tiers
                 ]
                 values[name] = tuple(tier for tier in values[name] if tier in tiers)
-        except (msgspec.ValidationError, InputError) as error:
+        except (msgspec.ValidationError, InputError, UnicodeEncodeError) as error:  # the last: `use`
             values.pop(name, None)
             if name == "tiers":
                 values[name] = ()

@@ -253,8 +253,8 @@ class SchedulerHalf:
         stands, nothing is hashed or looked up.
         """
         tracked = self._track(request)
-        if tracked.phase is Phase.FILLING:
-            return None  # preempted; its load is still being copied, which will soon end
+        if tracked.phase in (Phase.FILLING, Phase.DRAINING):
+            return None  # preempted, or another with the id of one that has ended; the load's copies will soon end
         if tracked.follows and (leader := self._tracked.get(tracked.follows)) and leader.phase is Phase.LOADING:
             return None
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
