@@ -1,7 +1,8 @@
 """Stores that go on behind the engine's steps, against the toy engine with a block pool of its own.
 
 The device's queue reads when the test says so, and so as late as may be. Every block that it reads must still be the
-one that was asked for, nothing may be committed before its bytes are there, and at the end every block is free.
+one that was asked for, unless its store has failed and discards what it reads. Nothing may be committed before its
+bytes are there, and at the end every block is free.
 """
 
 from collections import Counter
@@ -164,6 +165,10 @@ class ToyDevice(ToyHybrid):
         self.given[copy] = [(block, self.pool.given[block]) for block in blocks_of(copy)]
 
     def before(self, copy: QueuedCopy) -> None:
+        extents = {part.extent for part in copy.plan.copies}
+        failed = [store for store in self.worker.stores._storing if store.copies.failure is not None]
+        if any(extents.intersection(store.lease.extents) for store in failed):
+            return
         for block, given in self.given[copy]:
             assert self.pool.owners[block], f"block {block} is read after it was given away"
             assert self.pool.given[block] == given, f"block {block} is read after it was given to another"

@@ -466,7 +466,7 @@ def test_the_page_lists_every_event_and_no_other() -> None:
 
 
 def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
-    tower, bus, _ = watched_tower("through")
+    tower, bus, _ = watched_tower("through", tier_quotas={tenant_tag("a tenant"): 1})
     known = DirectoryState(why="", lag_s=0.1, used_bytes=200, listed=5, not_here=0, hosts=2, exact=2, names=10)
     others = [
         *peer_families(PeersServed()),

@@ -39,7 +39,8 @@ def scrape() -> Iterator[dict[str, Metric]]:
     hits, a miss, evictions and a load.
     """
     with tempfile.TemporaryDirectory() as directory:
-        disk = {"type": "disk", "directory": f"{directory}/kv", "capacity_bytes": 64 << 20}
+        disk: dict[str, object] = {"type": "disk", "directory": f"{directory}/kv", "capacity_bytes": 64 << 20}
+        disk["quota_bytes"] = {"acme": 1 << 20}
         peers = {"type": "peers", "directory": {"url": "redis://127.0.0.1:1"}, "unprotected": True}
         served = Served(slots=4, tiers=[disk, peers])
         served.get("/metrics")  # whoever scrapes first begins the count

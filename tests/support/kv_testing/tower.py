@@ -46,6 +46,7 @@ class Tower:
         cold: ColdConfig | None = None,
         pool: HostPool | None = None,
         quotas: Mapping[bytes, int] | None = None,
+        tier_quotas: Mapping[bytes, int] | None = None,
         events: Source | None = None,
         group_bytes: Sequence[int] = (),
         extensions: Sequence[Extension] = (),
@@ -56,7 +57,12 @@ class Tower:
         bounded = BoundedGroups()
         for number, mode in enumerate(modes or ("through",)):
             dram = DramTier(
-                HostPool.anonymous("b", CHUNK_BYTES, below), LruPolicy(), name=f"tier{number}", bounded=bounded
+                HostPool.anonymous("b", CHUNK_BYTES, below),
+                LruPolicy(),
+                name=f"tier{number}",
+                bounded=bounded,
+                quotas=tier_quotas,
+                share_policy=lambda slots: LruPolicy(),
             )
             far = bool(remote) and remote[number]
             tier = FaultyTier(dram, holds_is_local=not far, sleep=self.clock.advance)
