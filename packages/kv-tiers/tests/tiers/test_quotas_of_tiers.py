@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Loaded, Refused
+from kv_core.outcome import Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_eviction.registry import make_policy
 from kv_testing.disk_box import CONTEXT, load, store, writes_of
@@ -173,6 +173,19 @@ def test_a_tenant_without_room_is_refused_at_once(tmp_path: Path) -> None:
     store(made, others)  # type: ignore[arg-type]
     lease = made.lease_extents(others)  # type: ignore[attr-defined]
     assert isinstance(made.store(writes_of(key_chain(1, salt="ann")))[0], Refused)  # and not after an hour
+    made.end_lease(lease)  # type: ignore[attr-defined]
+    made.close()
+
+
+def test_a_prompt_longer_than_its_quota_waits_for_no_other_tenant(tmp_path: Path) -> None:
+    """Only what its share has could make room for it, and that is the prompt itself."""
+    options = with_quotas(bytes_for(SHARED, 24)) | {"directory": str(tmp_path / "a"), "wait_s": 3600}
+    made = make_disk_tier(options, SHARED)
+    others = key_chain(1, salt="ben")
+    store(made, others)  # type: ignore[arg-type]
+    lease = made.lease_extents(others)  # type: ignore[attr-defined]
+    outcomes = made.store(writes_of(key_chain(12, salt="ann")))
+    assert [type(outcome) for outcome in outcomes] == [Stored] * 8 + [Refused] * 4
     made.end_lease(lease)  # type: ignore[attr-defined]
     made.close()
 

@@ -361,12 +361,14 @@ class ExtentIndex:
             for space in self._spaces:
                 space.grows = True
 
-    def wait_for_room(self, releases: int, timeout_s: float, tenant: bytes) -> bool:
+    def wait_for_room(self, releases: int, timeout_s: float, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> bool:
         """Wait until something has been released since `releases` was read. False: nothing was released in time, or
-        nothing is held that could be, or the tenant may have no room here.
+        nothing is held that could be: the share of these chunks, for which `reserve` found no room, has at most their
+        own prompt, whatever others hold.
         """
         with self._lock:
-            if not self._shares.of(tenant).slots:
+            prompt = {*self._entries_above(parent), *self._residency.resident(keys)[1]}
+            if self._shares.of(keys[0].tenant).slots_used <= sum(map(self._counted, prompt)):
                 return False
             if self.releases != releases:
                 return True
