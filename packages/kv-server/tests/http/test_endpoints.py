@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from kv_core import plugins
 from kv_core.errors import ConfigError, InputError
 from kv_core.testing import key_chain
+from kv_server.address import Ports
 from kv_server.http import endpoints, thread
 from kv_server.http.endpoints import ServerView
 from kv_server.http.operation import MAX_BODY_BYTES, Operation, Problem
@@ -71,6 +73,7 @@ FAULTS: dict[str, Any] = {
     "not an Operation": "text",
     "the method 'HEAD'": Operation("HEAD", "/a", "", sums, Sum),
     "path 'a' is not one": Operation("GET", "a", "", sums, Sum),
+    "path None is not one": Operation("GET", None, "", sums, Sum),  # type: ignore[arg-type]
     "path '/../a b' is not one": Operation("GET", "/../a b", "", sums, Sum),
     "write an ordinary one": Operation("GET", "/a", "", awaits, Sum),
     "too many positional arguments": Operation("POST", "/a", "", sums, Sum, Named),
@@ -183,7 +186,7 @@ def test_those_that_block_delay_nobody_else(served: Served, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_that_cannot_be_served_stops_the_start(fault: str) -> None:
-    for begin in (check_http, thread.HttpThread):
+    for begin in (check_http, partial(thread.HttpThread, ports=Ports())):
         with pytest.raises(ConfigError, match=f"the endpoint 'mine' cannot be served: .*{fault}"):
             begin(HttpConfig(listen="127.0.0.1:0", endpoints=[{"name": "mine", "fault": fault}]))
 
