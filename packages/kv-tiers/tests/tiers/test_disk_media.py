@@ -372,7 +372,7 @@ def test_a_probe_after_the_end_opens_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = box.start()
+    tier = box.start(24)  # so large that each store makes room for the next
     with monkeypatch.context() as full:
         full.setattr(File, "allocate", failing(errno.ENOSPC, "allocate", "slab"))
         assert [type(outcome) for outcome in tier.store(writes_of(key_chain(1)))] == [Refused]
