@@ -22,7 +22,7 @@ from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tier_state import TierQuota
 from kv_tiers.tiers.disk import bytes_for, make_disk_tier
 from kv_tiers.tiers.dram import make_dram_tier
-from kv_tiers.tiers.index import ExtentIndex
+from kv_tiers.tiers.index import MAX_QUOTAS_LISTED, ExtentIndex
 from kv_tiers.tiers.space import Geometry, RecoveredChunk, pack
 
 GEOMETRY = Geometry(100, 6)
@@ -110,6 +110,15 @@ def test_what_is_withheld_when_the_medium_is_exchanged_is_room_again() -> None:
     assert index.quotas()[0].used_bytes == 0
     assert index.reserve(keys, [600] * 2, None).evicted == []
     assert index.quotas()[0].used_bytes == 1200
+
+
+def test_of_many_quotas_those_are_listed_that_are_used_most() -> None:
+    tags = [number.to_bytes(7, "big") for number in range(1000)]
+    lru = partial(make_policy, "lru")
+    index = ExtentIndex([2000], GEOMETRY, lru(1), quotas={ANN: 8, **dict.fromkeys(tags, 1)}, share_policy=lru)
+    index.reserve(key_chain(3, salt="ann"), [600] * 3, None)
+    assert index.quotas()[0] == TierQuota(ANN.hex(), 1800, 4800)
+    assert len(index.quotas()) == MAX_QUOTAS_LISTED  # a report has them, and every scrape of the metrics
 
 
 @pytest.fixture(params=["disk", "disks", "dram"])

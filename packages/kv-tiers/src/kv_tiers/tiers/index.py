@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Final
 
 from kv_core.errors import ConfigError
@@ -51,6 +52,7 @@ from kv_tiers.tiers.space import (
 
 _GROWS_BY: Final = 1024
 """The minimum number of entries to grow by."""
+MAX_QUOTAS_LISTED: Final = 64
 _DISCARDED_AT_ONCE: Final = 1024
 """Chunks that are discarded before others get the lock: a few milliseconds' work. A tenant may have a million."""
 
@@ -179,9 +181,9 @@ class ExtentIndex:
     def quotas(self) -> tuple[TierQuota, ...]:
         """As for `TierUsage`. Takes no lock."""
         unit_bytes = self._geometry.unit_bytes
+        listed = nlargest(MAX_QUOTAS_LISTED, self._quotas.items(), key=lambda one: one[1].slots_used)
         return tuple(
-            TierQuota(tenant.hex(), share.slots_used * unit_bytes, share.slots * unit_bytes)
-            for tenant, share in self._quotas.items()
+            TierQuota(tag.hex(), share.slots_used * unit_bytes, share.slots * unit_bytes) for tag, share in listed
         )
 
     def adopt(self, chunks: Iterable[RecoveredChunk]) -> list[int]:
