@@ -1,5 +1,6 @@
 """`Shares` keeps every promise of an `EvictionPolicy`, however many tenants have a share of their own."""
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -49,3 +50,12 @@ class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
         divided.shares.set_quota(NO_TENANT, 8)
         divided.shares.end_move()
         return divided
+
+
+def test_twenty_thousand_quotas_are_set_at_once() -> None:
+    shares = Shares(20_000, make_policy("lru", 1), partial(make_policy, "lru"))
+    began_s = time.process_time()
+    for number in range(20_000):
+        shares.set_quota(number.to_bytes(7, "big"), 1)
+        shares.end_move()
+    assert time.process_time() - began_s < 3  # ten seconds and more if each looks at all others

@@ -129,6 +129,17 @@ def test_one_that_ignores_the_signal_is_killed(tmp_path: Path, monkeypatch: pyte
     assert not runs(pid_of(started(tmp_path / "told")[0]))
 
 
+def test_one_that_cannot_be_run_says_so_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no-program").write_text("text")
+    (tmp_path / "no-program").chmod(0o755)
+    running = Programs([[str(tmp_path / "no-program")]])
+    running.start({})
+    says = []
+    until(lambda: says.append(capfd.readouterr().err) or "".join(says))
+    running.stop()
+    assert "".join([*says, capfd.readouterr().err]) == f"{tmp_path}/no-program cannot be run: Exec format error\n"
+
+
 @pytest.mark.parametrize("wrong", [[], ["/no/such/command"], ["no-such-command"]])
 def test_what_is_no_command_stops_the_start(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"server.programs\[1\]: .*command"):

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import threading
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
     return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]
 
 
-def with_ports(home: Path) -> UpgradedServers:
+def with_ports(home: Path, **server: object) -> UpgradedServers:
     ports = {"http": {"listen": "127.0.0.1:0"}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}
-    return UpgradedServers(home, settings_for(home, 64) | ports)
+    return UpgradedServers(home, settings_for(home, 64) | ports | {"server": server})
 
 
 def test_everything_goes_on_in_the_new_process(home: Path) -> None:
@@ -169,6 +171,34 @@ def test_who_connects_to_its_ports_meanwhile_is_answered(home: Path, upgrades: i
     until(lambda: all(now > was + 5 for now, was in zip(callers.answered, answered, strict=True)), 60)
     callers.stop()
     assert not callers.failures
+    servers.close()
+
+
+@pytest.mark.slow
+def test_a_client_that_keeps_its_connection_is_not_turned_away_while_programs_end(home: Path) -> None:
+    lingers = ["sh", "-c", "trap 'sleep 2; exit' TERM; sleep 600 & wait"]
+    servers = with_ports(home, programs=[lingers])
+    client, statuses, ended = HTTPConnection("127.0.0.1", servers.ports()[0], timeout=30), [], threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.1):
+            try:
+                client.request("GET", "/status")
+                answer = client.getresponse()
+            except (HTTPException, OSError):  # the old server has ended it while it was idle
+                client.close()
+                continue
+            statuses.append(answer.status)
+            answer.read()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: statuses)
+    servers.upgrade()
+    ended.set()
+    asking.join(30)
+    assert set(statuses) == {200}
+    client.close()
     servers.close()
 
 

@@ -178,7 +178,7 @@ class Shares:
             self._begin_move(tenant, share, self.common, share.slots)
         elif share is not None and slots is not None:
             share.slots, self.common.slots = slots, free - slots
-            self.note_over()
+            self._note_over([share, self.common])
 
     def to_move(self) -> list[int]:
         """The slots of the tenant that is being moved. Called without the lock, because it examines every slot of the
@@ -207,8 +207,8 @@ class Shares:
         """Everything in `to_move` has been moved."""
         if self._moving is not None:
             self._transfer(self._moving.owed)
+            self._note_over([self._moving.account.share, self._moving.new])
             self._moving = None
-            self.note_over()
 
     def _begin_move(self, tenant: bytes, old: Share, new: Share, slots: int) -> None:
         account = self._accounts.pop(tenant, None) or _Account(tenant, old)
@@ -226,7 +226,9 @@ class Shares:
 
     def note_over(self) -> None:
         """Find the shares that exceed their size. For use after rare operations, because it examines all shares."""
-        shares = (self.common, *self._quota_shares.values())
+        self._note_over([self.common, *self._quota_shares.values()])
+
+    def _note_over(self, shares: Sequence[Share]) -> None:
         self.over.update(share for share in shares if share.slots_used > share.slots)
 
     # As an `EvictionPolicy`.

@@ -224,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
         status = 2
-    programs.stop()
     if later.http is not None:
-        later.http.stop()
+        later.http.stop()  # first: programs may take seconds, and clients would be told all the time that we stop
+    programs.stop()
     if server.is_passed_on:
         manager.passed_on()
         sys.stdout = None

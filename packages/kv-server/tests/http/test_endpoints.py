@@ -71,6 +71,7 @@ FAULTS: dict[str, Any] = {
     "not an Operation": "text",
     "the method 'HEAD'": Operation("HEAD", "/a", "", sums, Sum),
     "path 'a' is not one": Operation("GET", "a", "", sums, Sum),
+    "path None is not one": Operation("GET", None, "", sums, Sum),  # type: ignore[arg-type]
     "path '/../a b' is not one": Operation("GET", "/../a b", "", sums, Sum),
     "write an ordinary one": Operation("GET", "/a", "", awaits, Sum),
     "too many positional arguments": Operation("POST", "/a", "", sums, Sum, Named),

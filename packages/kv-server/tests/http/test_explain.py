@@ -1,5 +1,6 @@
 """What became of a prompt, over HTTP; and for which engines and prompts most was found."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,8 @@ from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_observe import lookup_uses
-from kv_server import RemoteCache
+from kv_server import RemoteCache, wire
+from kv_server.http import explain
 from kv_testing.http import Served, problem, store_keys
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -66,6 +68,13 @@ def test_what_cannot_be_explained_is_said(served: Served) -> None:
     assert "chunks of 4 and 8 tokens" in problem(served.post("/explain", {"tokens": TOKENS}), 409)
     cache.close()
     other.close()
+
+
+def test_no_more_of_a_long_prompt_is_hashed_than_is_explained() -> None:
+    prompt = explain.ExplainRequest(tokens=[1] * explain.MAX_TOKENS, chunk_tokens=1)
+    began_s = time.process_time()
+    assert len(explain._digests(prompt, [])) == wire.MAX_EXPLAINED
+    assert time.process_time() - began_s < 0.3  # a second for all of it, and engines would wait for their turns
 
 
 def test_engines_and_prefixes_are_listed_by_what_was_found_for_them(

@@ -30,7 +30,7 @@ class TierUsage:
     by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the medium does
         not report that, or stores nothing.
     cut_chunks: those of `chunks` of which only first parts are left (`WhenFull`).
-    quotas: of tenants that have one here.
+    quotas: of tenants that have one here, at most 64, which use most: a server may have ten thousand.
     """
 
     chunks: int | None = None

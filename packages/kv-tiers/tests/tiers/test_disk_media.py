@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
 from kv_eviction.simple import LruPolicy
@@ -371,7 +372,7 @@ def test_a_probe_after_the_end_opens_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = box.start()
+    tier = box.start(24)  # so large that each store makes room for the next
     with monkeypatch.context() as full:
         full.setattr(File, "allocate", failing(errno.ENOSPC, "allocate", "slab"))
         assert [type(outcome) for outcome in tier.store(writes_of(key_chain(1)))] == [Refused]
@@ -439,9 +440,9 @@ def test_a_store_waits_for_readers_to_make_room(box: DiskBox, monkeypatch: pytes
     waiting = threading.Event()
     wait_for_room = tier._index.wait_for_room
 
-    def wait(releases: int, timeout_s: float, tenant: bytes) -> bool:
+    def wait(releases: int, timeout_s: float, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> bool:
         waiting.set()
-        return wait_for_room(releases, timeout_s, tenant)
+        return wait_for_room(releases, timeout_s, keys, parent)
 
     monkeypatch.setattr(tier._index, "wait_for_room", wait)
     readers = [threading.Thread(target=load, args=(tier, key)) for key in keys]
@@ -479,7 +480,7 @@ def test_room_that_others_always_take_ends_the_wait_too(box: DiskBox, monkeypatc
     config = DiskConfig(directory=str(box.path), capacity_bytes=bytes_for(CONTEXT, 2), wait_s=1.0)
     tier = box.tier = DiskTier(config, CONTEXT, LruPolicy(), clock=clock)
 
-    def released(releases: int, timeout_s: float, tenant: bytes) -> bool:
+    def released(*of: object) -> bool:
         clock.advance(0.3)
         return True
 

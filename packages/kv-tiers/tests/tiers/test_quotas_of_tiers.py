@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Loaded, Refused
+from kv_core.outcome import Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_eviction.registry import make_policy
 from kv_testing.disk_box import CONTEXT, load, store, writes_of
@@ -22,7 +22,7 @@ from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tier_state import TierQuota
 from kv_tiers.tiers.disk import bytes_for, make_disk_tier
 from kv_tiers.tiers.dram import make_dram_tier
-from kv_tiers.tiers.index import ExtentIndex
+from kv_tiers.tiers.index import MAX_QUOTAS_LISTED, ExtentIndex
 from kv_tiers.tiers.space import Geometry, RecoveredChunk, pack
 
 GEOMETRY = Geometry(100, 6)
@@ -112,6 +112,15 @@ def test_what_is_withheld_when_the_medium_is_exchanged_is_room_again() -> None:
     assert index.quotas()[0].used_bytes == 1200
 
 
+def test_of_many_quotas_those_are_listed_that_are_used_most() -> None:
+    tags = [number.to_bytes(7, "big") for number in range(1000)]
+    lru = partial(make_policy, "lru")
+    index = ExtentIndex([2000], GEOMETRY, lru(1), quotas={ANN: 8, **dict.fromkeys(tags, 1)}, share_policy=lru)
+    index.reserve(key_chain(3, salt="ann"), [600] * 3, None)
+    assert index.quotas()[0] == TierQuota(ANN.hex(), 1800, 4800)
+    assert len(index.quotas()) == MAX_QUOTAS_LISTED  # a report has them, and every scrape of the metrics
+
+
 @pytest.fixture(params=["disk", "disks", "dram"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """With room for 24 chunks, 8 of them Ann's."""
@@ -175,6 +184,19 @@ def test_a_tenant_without_room_is_refused_at_once(tmp_path: Path) -> None:
     store(made, others)  # type: ignore[arg-type]
     lease = made.lease_extents(others)  # type: ignore[attr-defined]
     assert isinstance(made.store(writes_of(key_chain(1, salt="ann")))[0], Refused)  # and not after an hour
+    made.end_lease(lease)  # type: ignore[attr-defined]
+    made.close()
+
+
+def test_a_prompt_longer_than_its_quota_waits_for_no_other_tenant(tmp_path: Path) -> None:
+    """Only what its share has could make room for it, and that is the prompt itself."""
+    options = with_quotas(bytes_for(SHARED, 24)) | {"directory": str(tmp_path / "a"), "wait_s": 3600}
+    made = make_disk_tier(options, SHARED)
+    others = key_chain(1, salt="ben")
+    store(made, others)  # type: ignore[arg-type]
+    lease = made.lease_extents(others)  # type: ignore[attr-defined]
+    outcomes = made.store(writes_of(key_chain(12, salt="ann")))
+    assert [type(outcome) for outcome in outcomes] == [Stored] * 8 + [Refused] * 4
     made.end_lease(lease)  # type: ignore[attr-defined]
     made.close()
 

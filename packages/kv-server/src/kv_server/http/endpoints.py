@@ -96,7 +96,7 @@ def _why_wrong(operation: object) -> str:
         return f"it has a {type(operation).__name__}, which is not an Operation"
     if operation.method not in _METHODS:
         return f"the method {operation.method!r} is none of {', '.join(_METHODS)}"
-    if not re.fullmatch(_PATH, operation.path):
+    if not re.fullmatch(_PATH, str(operation.path)):
         return f"the path {operation.path!r} is not one such as /top or /of/{{engine}}"
     where = f"{operation.method} {operation.path}"
     if inspect.iscoroutinefunction(operation.answer_with):

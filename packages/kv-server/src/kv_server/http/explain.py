@@ -91,7 +91,7 @@ def _digests(body: ExplainRequest, sizes: list[int]) -> list[bytes]:
         raise Problem(409, f"{said}; give chunk_tokens")
     scheme = ChainScheme("sha256", sizes[0] if body.chunk_tokens is UNSET else body.chunk_tokens)
     root = scheme.root(salt=None if body.salt is UNSET else body.salt)
-    digests = KeySequence(scheme, root=root).append(body.tokens)[: wire.MAX_EXPLAINED]
+    digests = KeySequence(scheme, root=root).append(body.tokens[: wire.MAX_EXPLAINED * scheme.chunk_tokens])
     if not digests:
         why = f"{len(body.tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored"
         raise Problem(409, why)

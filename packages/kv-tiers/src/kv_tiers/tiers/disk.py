@@ -334,7 +334,8 @@ class DiskTier(LendsExtents, IndexedTier):
                 break
             if remaining and not taken:
                 wait_s = until_s - self._clock.now_s()
-                if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s, remaining[0].key.tenant):
+                keys, parent = [write.key for write in remaining], remaining[0].parent
+                if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s, keys, parent):
                     break
         return [Stored() if write.key in stored else Refused(why) for write in writes]
 

@@ -516,7 +516,7 @@ class DiskChunks:
         with self.lock:
             self._records.write([chunk for chunk in chunks if chunk[0].entry in self._arriving])
             # What the next store will replace is wiped now, so that one sync makes both durable.
-            if self._slots_ahead:
+            if self._slots_ahead and chunks:
                 room = self.index.evict_ahead(self._slots_ahead, parent, chunks[0][0].key.tenant)
                 self._wipe_if_possible(room.evicted, room.cut)
         self._records.sync([place.entry for place, _ in chunks])

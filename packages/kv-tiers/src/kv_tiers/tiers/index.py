@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Final
 
 from kv_core.errors import ConfigError
@@ -51,6 +52,7 @@ from kv_tiers.tiers.space import (
 
 _GROWS_BY: Final = 1024
 """The minimum number of entries to grow by."""
+MAX_QUOTAS_LISTED: Final = 64
 _DISCARDED_AT_ONCE: Final = 1024
 """Chunks that are discarded before others get the lock: a few milliseconds' work. A tenant may have a million."""
 
@@ -179,9 +181,9 @@ class ExtentIndex:
     def quotas(self) -> tuple[TierQuota, ...]:
         """As for `TierUsage`. Takes no lock."""
         unit_bytes = self._geometry.unit_bytes
+        listed = nlargest(MAX_QUOTAS_LISTED, self._quotas.items(), key=lambda one: one[1].slots_used)
         return tuple(
-            TierQuota(tenant.hex(), share.slots_used * unit_bytes, share.slots * unit_bytes)
-            for tenant, share in self._quotas.items()
+            TierQuota(tag.hex(), share.slots_used * unit_bytes, share.slots * unit_bytes) for tag, share in listed
         )
 
     def adopt(self, chunks: Iterable[RecoveredChunk]) -> list[int]:
@@ -361,12 +363,14 @@ class ExtentIndex:
             for space in self._spaces:
                 space.grows = True
 
-    def wait_for_room(self, releases: int, timeout_s: float, tenant: bytes) -> bool:
+    def wait_for_room(self, releases: int, timeout_s: float, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> bool:
         """Wait until something has been released since `releases` was read. False: nothing was released in time, or
-        nothing is held that could be, or the tenant may have no room here.
+        nothing is held that could be: the share of these chunks, for which `reserve` found no room, has at most their
+        own prompt, whatever others hold.
         """
         with self._lock:
-            if not self._shares.of(tenant).slots:
+            prompt = {*self._entries_above(parent), *self._residency.resident(keys)[1]}
+            if self._shares.of(keys[0].tenant).slots_used <= sum(map(self._counted, prompt)):
                 return False
             if self.releases != releases:
                 return True
