@@ -5,6 +5,7 @@ import re
 import ssl
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -95,11 +96,13 @@ def test_the_commands_of_docs_peers_start_two_hosts_that_read_from_each_other(ho
             )
             text = text.replace("/etc/kv", str(home / "peers" / name)).replace("/var/cache/kv", str(there / "disk"))
             (there / "kv.yaml").write_text(text.replace("4GiB", "1MiB").replace("500GiB", "64MiB"))
+            # Short, or the sockets would be elsewhere, both at one place.
+            runtime = ending.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
             process = ending.enter_context(
                 subprocess.Popen(
                     [bin_of / second[0], *second[1:]],
                     cwd=there,
-                    env=os.environ | {"XDG_RUNTIME_DIR": str(there)},
+                    env=os.environ | {"XDG_RUNTIME_DIR": runtime},
                     stdout=subprocess.PIPE,
                     text=True,
                 )

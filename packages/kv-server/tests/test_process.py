@@ -18,6 +18,7 @@ from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.config import default_socket, read_config
 from kv_server.connection import ask_server
+from kv_server.process import environment
 from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
@@ -26,6 +27,7 @@ from kv_testing.cache_servers import (
     join_server,
     peak_rss_bytes,
     read,
+    report_of,
     settings_for,
     start_server,
     store,
@@ -212,6 +214,39 @@ def test_however_it_is_told_to_end_it_stores_what_waits(home: Path, numbers: lis
     until(lambda: held(again, keys) == 5)
     again.close()
     server.stop()
+
+
+ELSEWHERE = """
+import runpy, signal, threading, time
+from kv_server.server import CacheServer
+
+serve = CacheServer.serve
+
+
+def served(self):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    serve(self)
+
+
+CacheServer.serve = served
+runpy.run_module("kv_server", run_name="__main__", alter_sys=True)
+"""
+"""`kv-server` that gets SIGTERM on a thread that does not serve, as if it came just before the one that does waits."""
+
+
+def test_a_signal_that_interrupts_no_wait_ends_it_too(home: Path) -> None:
+    options = ["--capacity", "1MiB", "--socket", str(home / "s")]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", ELSEWHERE, *options], stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert line(process.stdout).startswith("READY")
+        report_of(home / "s")  # it waits for requests from now on, however long
+        process.terminate()
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_a_terminal_that_closes_does_not_end_what_nohup_started(home: Path) -> None:

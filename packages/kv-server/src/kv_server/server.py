@@ -8,6 +8,7 @@ read leases and promises are released. Its write leases are the exception (`sess
 import gc
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -180,6 +181,7 @@ class CacheServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
+        self._ignore_signals: Callable[[], object] = lambda: None
         self._selector = selectors.DefaultSelector()  # of callables
         self.formats = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
         """One cache for each format. For the serving thread."""
@@ -231,6 +233,11 @@ class CacheServer:
         """From any thread or signal handler, at any time: `serve` closes everything and returns."""
         self.is_stopping = True
         self._wake()
+
+    def wake_on_signals(self) -> None:
+        """For the main thread: a signal that arrives just before `serve` waits, or on another thread, ends the wait."""
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        self._ignore_signals = partial(signal.set_wakeup_fd, -1)
 
     def watch(self, descriptor: int) -> None:
         """Stop when this descriptor is closed at the other end, which lives as long as the server is wanted."""
@@ -760,6 +767,7 @@ class CacheServer:
             self.formats.close(orphans)
         self.bus.close()
         self._selector.close()
+        self._ignore_signals()
         self._wake_reader.close()
         self._wake_writer.close()
         if self.is_passed_on:
