@@ -196,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in ending:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
             signal.signal(number, stop)
-    server.wake_on_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if args.lifeline is not None:
         server.watch(args.lifeline)

@@ -181,7 +181,6 @@ class CacheServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._ignore_signals: Callable[[], object] = lambda: None
         self._selector = selectors.DefaultSelector()  # of callables
         self.formats = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
         """One cache for each format. For the serving thread."""
@@ -234,11 +233,6 @@ class CacheServer:
         self.is_stopping = True
         self._wake()
 
-    def wake_on_signals(self) -> None:
-        """For the main thread: a signal that arrives just before `serve` waits, or on another thread, ends the wait."""
-        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        self._ignore_signals = partial(signal.set_wakeup_fd, -1)
-
     def watch(self, descriptor: int) -> None:
         """Stop when this descriptor is closed at the other end, which lives as long as the server is wanted."""
         self._is_private = True
@@ -247,6 +241,9 @@ class CacheServer:
     def serve(self) -> None:
         """Serve until `stop`; then accept no more connections, complete pending spills, and close. Raises
         `OutOfThreadsError`: the system has no thread for peers; it is closed."""
+        if threading.current_thread() is threading.main_thread():
+            # A signal that arrives just before a wait, or on another thread, would not end it.
+            signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         try:
             if self._peers is not None and self._succession is None and not self.is_stopping:
                 self._peers.start()
@@ -767,7 +764,8 @@ class CacheServer:
             self.formats.close(orphans)
         self.bus.close()
         self._selector.close()
-        self._ignore_signals()
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
         self._wake_reader.close()
         self._wake_writer.close()
         if self.is_passed_on:
