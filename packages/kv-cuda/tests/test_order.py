@@ -1,8 +1,6 @@
 """Copies on streams, in every order that streams and events allow: each moves the bytes that were there when the engine
 got to it, whatever else is under way. A copier that lacks an edge is found out."""
 
-import gc
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,6 +14,7 @@ from kv_cuda.copy import gpu
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.layout import split_parts
+from kv_testing.calls import calls_of
 from kv_testing.fake_device import FakeDevice
 from kv_testing.layouts import BLOCKS, LAYERS, TOKENS, small_caches
 
@@ -144,24 +143,6 @@ def test_without_an_edge_between_streams_some_order_moves_other_bytes(copy_path:
         return False
 
     assert any(is_wrong(seed) for seed in range(100))
-
-
-def calls_of(copy: Callable[[], object]) -> int:
-    """How many functions of Python and of C it calls. Without the garbage collector, whose callbacks are others'."""
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        copy()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def sixteen_chunks(blocks: int, verb: str, device: FakeDevice) -> Callable[[], None]:
