@@ -142,11 +142,13 @@ def server(image: Path, volumes: Path, user: int) -> Iterator[Container]:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[writer]) as process,
     ):
         os.close(writer)
+        pid = json.loads(status.readline())["child-pid"]
         try:
             assert line(process.stdout).startswith("READY /run/kv/server/kv.sock 1 ")
-            yield Container(user, process, json.loads(status.readline())["child-pid"])
+            yield Container(user, process, pid)
         finally:
-            process.kill()
+            if process.poll() is None:
+                os.kill(pid, signal.SIGKILL)  # a process that has changed its user would outlive bwrap
 
 
 def client(image: Path, volumes: Path, user: int, verb: str) -> "subprocess.CompletedProcess[str]":
