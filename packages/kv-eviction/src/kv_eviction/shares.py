@@ -7,8 +7,8 @@ free elsewhere, so no chunk is ever evicted for a chunk of another share, and no
 Slots count towards their tenant from when they are taken until they are free again, including those whose chunk is no
 longer found but still being read. So the tenants' use always adds up to the pool's.
 
-A slot counts as one, unless whoever takes it says otherwise: in a tier whose chunks differ in size, shares are measured
-in units of its medium, and a slot counts as many as its chunk takes.
+In the pool a slot counts as one. In a tier, whose chunks differ in size, shares are measured in units of its medium,
+and a slot counts as the units that its chunk takes.
 """
 
 from collections import Counter
@@ -111,7 +111,10 @@ class Shares:
         self._account_at += [None] * slots
 
     def took(self, slots: Sequence[int], tenant: bytes, *, each: int = 1) -> None:
-        """From now on the slots belong to this tenant, and to no other. each: as how much a slot counts."""
+        """From now on the slots belong to this tenant, and to no other.
+
+        each: as how much a slot counts. A slot of another tenant's that counts as more than one has to have `left`.
+        """
         account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))
         for slot in slots:
             previous = self._account_at[slot]

@@ -1,4 +1,4 @@
-"""Who makes the most of a server: engines, and prompts by their first chunk, by what lookups found for them.
+"""What lookups found: by engine, and by the first chunk of the prompts.
 
 Constant time a lookup, and bounded memory: of more than so many, those that were not looked up for longest are dropped.
 """
@@ -45,7 +45,7 @@ class LookupUses:
         """Of all."""
 
     def note(self, engine: str, first: ChunkKey, chunks: tuple[int, int], chunk_bytes: int, saved_s: float) -> None:
-        """A lookup was answered for good. first: its first key. chunks: asked for and held."""
+        """A lookup has ended. first: its first key. chunks: in the lookup, and held."""
         chunks_asked, chunks_hit = chunks
         self.saved_s += saved_s
         for use in (_of(self._of_engines, engine), _of(self._of_prefixes, bytes(first))):

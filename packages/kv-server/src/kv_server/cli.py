@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"kv-server: {error}", file=sys.stderr)
         status = 2
     if later.http is not None:
-        later.http.stop()  # first: programs may take seconds, and clients would be told all the time that we stop
+        later.http.stop()  # first: programs may take seconds, and clients would get 503 meanwhile
     programs.stop()
     if server.is_passed_on:
         manager.passed_on()

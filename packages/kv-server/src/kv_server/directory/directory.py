@@ -465,7 +465,7 @@ class Directory:
             try:
                 self._stream.append([self._written(contents.goodbye(address))])
             except (ConfigError, TierDown) as error:
-                _log.debug("the directory could not be told that this host leaves: %s", error)
+                _log.debug("the directory still lists this host, which leaves: %s", error)
 
     def _written(self, entry: Entry) -> bytes:
         return encode(entry) if self._signatures is None else self._signatures.signed(entry)

@@ -185,10 +185,10 @@ class Administration:
             now_s = self._clock.now_s()
             self._holds.hold(hit.slots, now_s + seconds, now_s, retain=True)
             held = self._holds.until_s().keys()
-            kept = next((place for place, slot in enumerate(hit.slots) if slot not in held), len(hit.slots))
-            if kept == len(hit.slots):
+            retained = next((place for place, slot in enumerate(hit.slots) if slot not in held), len(hit.slots))
+            if retained == len(hit.slots):
                 return hit.chunks
-            return kept // shape.keys_per_chunk if shape.is_plain else 0  # a window is useless in part
+            return retained // shape.keys_per_chunk if shape.is_plain else 0  # a window is useless in part
 
     def demote(self, keys: Sequence[ChunkKey]) -> int:
         """Make those of these chunks that the pool has the first to be evicted; returns how many keys those are."""
