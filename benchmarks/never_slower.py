@@ -12,7 +12,7 @@ SGLang a second pair of rows compares it with HiCache without storage, as HiCach
 
 `--elsewhere [LINK …]`: the same prompts where only another host has a server (`type: peers` with `stores`), over links
 of these bandwidths: once with nothing there, and once by a second engine, as after a restart. The limit is the engine
-without us.
+without us. Server and link are on this machine too, so engines compute with one core less than there are.
 
 One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
 the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
@@ -254,10 +254,11 @@ def main() -> int:
     asked.add_argument(
         "--threads",
         type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="threads that each engine computes with (default: the cores of this process)",
+        help="threads that each engine computes with (default: the cores of this process; one less with --elsewhere)",
     )
     chosen = asked.parse_args()
+    if chosen.threads is None:
+        chosen.threads = max(1, len(os.sched_getaffinity(0)) - (chosen.elsewhere is not None))
     from kv_testing.throttled import offer
     from kv_testing.tiny import TinyLlama
 

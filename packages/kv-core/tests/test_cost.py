@@ -153,6 +153,31 @@ def test_a_link_that_stays_slow_is_tried_ever_more_seldom() -> None:
     assert tried[-600:].count(True) <= 2
 
 
+def test_after_a_restart_where_all_is_found_a_slow_link_is_not_waited_for() -> None:
+    """Each step computes the 48 tokens behind a hit, in 40 ms of which 20 are its fixed part; the hit's own 512 would
+    take 0.21 s, and 0.36 s come by the link."""
+    clock = HandClock()
+    costs = EngineCosts(clock)
+
+    def compute(tokens: int) -> None:
+        costs.step_scheduled(tokens, 0.0, counts=True)
+        clock.advance(0.02 + tokens * 0.02 / 48)
+        costs.step_ended()
+
+    for _ in range(4):
+        compute(48)
+    known = costs.of(0)
+    assert (
+        0.36 > (known.compute_s(0, 512) or 0.0) >= 0.07
+    )  # twice 48 tokens' time, so it still loads what is in the pool
+    assert known.compute_s(0, 96) == pytest.approx(0.08, rel=0.01)
+    for _ in range(6):
+        compute(560)
+        compute(48)
+    assert costs.of(0).compute_s(0, 512) == pytest.approx(512 * 0.02 / 48, rel=0.2)
+    assert costs.of(0).compute_s(0, 8192) == pytest.approx(8192 * 0.02 / 48, rel=0.2)
+
+
 def test_steps_that_overlap_are_counted_from_the_one_before() -> None:
     """Two under way: each begins on the device when the one before has ended."""
     clock = HandClock(5.0)

@@ -17,6 +17,10 @@ Use = Literal["auto", "always", "never"]
 
 MeasuredWhat = Literal["compute", "load"]
 
+_REACH = 2
+_FULL_STEP_TOKENS = 1024
+"""From about this many tokens on, a step takes time in proportion to them on any device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -30,6 +34,11 @@ class Costs:
         before.
     before_tokens: how many of the prompt's tokens come before the lookup's first chunk, where all other counts begin.
         The engine has them, and computing what follows attends to them.
+    measured_tokens: how many tokens the longest step that `compute` was measured on had; 0: it holds for any number.
+        After a restart, where every prompt is found, steps compute only the short remainders, of which most time is a
+        step's fixed part, so prompts seem to take many times as long as they do. Therefore estimates do not grow
+        beyond twice these tokens. So a load that does not pay even then is not waited for, and the step that computes
+        the prompt instead is measured.
     """
 
     computed_tokens: int = 0
@@ -38,6 +47,7 @@ class Costs:
     stores: bool = True
     layerwise_tokens: int = 0
     before_tokens: int = 0
+    measured_tokens: int = 0
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to compute these tokens, the last excluded; None: not known."""
@@ -48,7 +58,10 @@ class Costs:
             return 0.0
         token_s, pair_s = self.compute
         mean_position = self.before_tokens + 0.5 * (first_token + last_token)
-        return (last_token - first_token) * (token_s + pair_s * mean_position)
+        tokens = last_token - first_token
+        known_tokens = _REACH * self.measured_tokens or tokens
+        known_part = min(1.0, known_tokens / min(tokens, _FULL_STEP_TOKENS))
+        return known_part * tokens * (token_s + pair_s * mean_position)
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to load these tokens from the pool, beyond the computation that overlaps it; None: not known."""

@@ -80,15 +80,16 @@ class PrefillSpeed:
         self._costs = EngineCosts(self._clock, prefill_tokens_per_second=tokens_per_second)
         self._ended_s = 0.0
         self._measured: deque[Measured] = deque(maxlen=_MAX_MEASURED)
-        self._compute: tuple[float, float] | None = None  # replaced as a whole, for the other threads
+        self._known: Costs | None = None  # replaced as a whole, for the other threads
         self._before_tokens: OrderedDict[str, int] = OrderedDict()  # by the first page that is looked up
         self._publish()
 
     def costs(self, first_page: str = "") -> Costs | None:
         """For a lookup of the pages from this one on. None: the speed is not known yet."""
-        if self._compute is None:
+        if (known := self._known) is None:
             return None
-        return Costs(compute=self._compute, before_tokens=self._before_tokens.get(first_page, 0))
+        before_tokens = self._before_tokens.get(first_page, 0)
+        return Costs(compute=known.compute, before_tokens=before_tokens, measured_tokens=known.measured_tokens)
 
     def will_look_up(self, first_page: str, before_tokens: int) -> None:
         """The scheduler has sent a lookup of the pages from this one on, after so many tokens that SGLang has.
@@ -127,7 +128,7 @@ class PrefillSpeed:
 
     def _publish(self) -> None:
         costs = self._costs.of(0)
-        self._compute = None if costs is None else costs.compute
+        self._known = None if costs.compute is None else costs
         self._measured.extend(self._costs.take_measured())
 
 

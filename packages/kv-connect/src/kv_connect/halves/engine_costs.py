@@ -43,6 +43,7 @@ class EngineCosts:
         self._clock = clock
         self._configured_compute = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
         self._compute = Estimator(3)
+        self._longest_tokens = 0
         self._load = Estimator(2)
         self._steps: deque[_Step] = deque()
         self._ended_s = 0.0
@@ -62,7 +63,9 @@ class EngineCosts:
         """
         if (use or self.use) != "auto":
             return Costs(computed_tokens)
-        return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores, layerwise_tokens)
+        measured_tokens = 0 if self._configured_compute is not None else self._longest_tokens
+        compute, load = self._compute_cost(), self._load_cost()
+        return Costs(computed_tokens, compute, load, stores, layerwise_tokens, measured_tokens=measured_tokens)
 
     def prolonged_s(self, first_token: int, last_token: int, prompt_tokens: int) -> float | None:
         """By how much a layerwise load of `first_token … last_token` prolongs its step beyond the time that computing
@@ -129,6 +132,7 @@ class EngineCosts:
         features = (1.0, tokens, pairs)
         self._note("compute", self._compute.seconds(features), seconds)
         self._compute.add(features, seconds)
+        self._longest_tokens = max(self._longest_tokens, int(tokens))
 
     def take_measured(self) -> list[Measured]:
         """Estimates that were compared with measurements since the last call."""
