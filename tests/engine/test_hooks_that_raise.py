@@ -55,6 +55,7 @@ class Profiler:
         self.seen[name] = None
         if name == self.fails:
             self.has_raised = True
+            sys.setprofile(None)
             raise Injected(name)
 
 
@@ -90,7 +91,7 @@ def served(model: str, way: str, profiler: Profiler) -> None:
             for step in range(400):
                 if not oracle.scheduler.has_requests() and not oracle._pending:
                     return
-                with profiled(profiler):
+                with nullcontext() if profiler.has_raised else profiled(profiler):
                     oracle.step()
                     oracle.scheduler.connector.get_kv_connector_stats()
                 if step == 2:
@@ -137,6 +138,9 @@ def test_the_functions_that_hooks_call_first(tiny_llama: str, way: str) -> None:
 def test_every_function_below_a_hook(tiny_llama: str, way: str) -> None:
     names = functions(tiny_llama, way)
     assert len(names) > 100
+    if way == "events":
+        names = sorted(set(names).difference(functions(tiny_llama, "by layers")))
+        assert names
     for name in names:
         served(tiny_llama, way, Profiler(name))
 
