@@ -178,6 +178,29 @@ def test_after_a_restart_where_all_is_found_a_slow_link_is_not_waited_for() -> N
     assert costs.of(0).compute_s(0, 8192) == pytest.approx(8192 * 0.02 / 48, rel=0.2)
 
 
+def test_a_long_step_that_was_disturbed_is_measured_again() -> None:
+    """Else all is loaded over a slow link for ever, and only short steps are measured."""
+    clock = HandClock()
+    costs = EngineCosts(clock)
+
+    def compute(tokens: int, seconds: float) -> None:
+        costs.step_scheduled(tokens, 0.0, counts=True)
+        clock.advance(seconds)
+        costs.step_ended()
+
+    for _ in range(4):
+        compute(48, 0.04)
+    compute(560, 2.0)
+    tests = []
+    for number in range(2000):
+        if (costs.of(0).compute_s(0, 512) or 0.0) < 0.15:  # what a load takes
+            tests.append(number)
+            compute(560, 0.25)
+        else:
+            compute(48, 0.04)
+    assert tests[0] < 20 and 4 <= len(tests) <= 12
+
+
 def test_steps_that_overlap_are_counted_from_the_one_before() -> None:
     """Two under way: each begins on the device when the one before has ended."""
     clock = HandClock(5.0)

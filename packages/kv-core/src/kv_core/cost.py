@@ -34,10 +34,10 @@ class Costs:
         before.
     before_tokens: how many of the prompt's tokens come before the lookup's first chunk, where all other counts begin.
         The engine has them, and computing what follows attends to them.
-    measured_tokens: how many tokens the longest step that `compute` was measured on had; 0: it holds for any number.
-        After a restart, where every prompt is found, steps compute only the short remainders, of which most time is a
-        step's fixed part, so prompts seem to take many times as long as they do. Therefore estimates do not grow
-        beyond twice these tokens. So a load that does not pay even then is not waited for, and the step that computes
+    measured_tokens: how many tokens the longest recent step that `compute` was measured on had; 0: it holds for any
+        number. Estimates do not grow beyond twice these tokens: after a restart, where every prompt is found, steps
+        compute only short remainders, of which most time is a step's fixed part, so that a prompt would seem to take
+        many times as long as it does. A load that does not pay even then is not waited for, and the step that computes
         the prompt instead is measured.
     """
 

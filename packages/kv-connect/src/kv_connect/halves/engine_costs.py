@@ -23,6 +23,9 @@ _MAX_RETRY_S = 600.0
 _MAX_MEASURED = 256
 _SURPRISE = 0.67
 """A load that takes less than this fraction of its estimate brings the next test forward."""
+_FEW_SHORT_STEPS, _MANY_SHORT_STEPS = 16, 1024
+"""After so many shorter steps the longest one is forgotten, so that computing a long prompt is tested again, less and
+less often."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,8 @@ class EngineCosts:
         self._clock = clock
         self._configured_compute = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
         self._compute = Estimator(3)
-        self._longest_tokens = 0
+        self._longest_tokens = self._shorter_steps = 0
+        self._forget_after_steps = _FEW_SHORT_STEPS
         self._load = Estimator(2)
         self._steps: deque[_Step] = deque()
         self._ended_s = 0.0
@@ -132,7 +136,12 @@ class EngineCosts:
         features = (1.0, tokens, pairs)
         self._note("compute", self._compute.seconds(features), seconds)
         self._compute.add(features, seconds)
-        self._longest_tokens = max(self._longest_tokens, int(tokens))
+        self._shorter_steps += 1
+        is_forgotten = self._shorter_steps > self._forget_after_steps
+        if tokens >= self._longest_tokens or is_forgotten:
+            self._longest_tokens, self._shorter_steps = int(tokens), 0
+        if is_forgotten:
+            self._forget_after_steps = min(2 * self._forget_after_steps, _MANY_SHORT_STEPS)
 
     def take_measured(self) -> list[Measured]:
         """Estimates that were compared with measurements since the last call."""
