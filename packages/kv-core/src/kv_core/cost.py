@@ -35,10 +35,7 @@ class Costs:
     before_tokens: how many of the prompt's tokens come before the lookup's first chunk, where all other counts begin.
         The engine has them, and computing what follows attends to them.
     measured_tokens: how many tokens the longest recent step that `compute` was measured on had; 0: it holds for any
-        number. Estimates do not grow beyond twice these tokens: after a restart, where every prompt is found, steps
-        compute only short remainders, of which most time is a step's fixed part, so that a prompt would seem to take
-        many times as long as it does. A load that does not pay even then is not waited for, and the step that computes
-        the prompt instead is measured.
+        number. See `won_by`.
     """
 
     computed_tokens: int = 0
@@ -58,10 +55,7 @@ class Costs:
             return 0.0
         token_s, pair_s = self.compute
         mean_position = self.before_tokens + 0.5 * (first_token + last_token)
-        tokens = last_token - first_token
-        known_tokens = _REACH * self.measured_tokens or tokens
-        known_part = min(1.0, known_tokens / min(tokens, _FULL_STEP_TOKENS))
-        return known_part * tokens * (token_s + pair_s * mean_position)
+        return (last_token - first_token) * (token_s + pair_s * mean_position)
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to load these tokens from the pool, beyond the computation that overlaps it; None: not known."""
@@ -150,8 +144,17 @@ def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait
 
 
 def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
-    """Seconds by which the first token comes sooner with this wait than if all beyond `have` chunks is computed."""
+    """Seconds by which the first token comes sooner with this wait than if all beyond `have` chunks is computed.
+
+    For this, computing is not believed to take longer than twice the longest step that was measured: after a restart,
+    where every prompt is found, steps compute only short remainders, of which most time is a step's fixed part, so that
+    a prompt seems to take many times as long as it does. A tier that does not pay even then is not waited for, and the
+    step that computes the prompt instead is measured.
+    """
     first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
     compute_s = costs.compute_s(first_token, last_token) or 0.0
+    tokens = min(last_token - max(first_token, costs.computed_tokens), _FULL_STEP_TOKENS)
+    if tokens > (reach := _REACH * costs.measured_tokens) > 0:
+        compute_s *= reach / tokens
     load_s = (costs.load_s(0, last_token) or 0.0) - (costs.load_s(0, first_token) or 0.0)
     return compute_s - load_s - wait.seconds

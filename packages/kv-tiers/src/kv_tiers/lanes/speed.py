@@ -54,7 +54,7 @@ class LoadSpeed:
     """The loads of one lane."""
 
     def __init__(self) -> None:
-        self._reading = Estimator(2, memory=32, min_samples=1)
+        self._reading = Estimator(2, memory=32, min_samples=3)
         self._decoding: dict[int, Estimator] = {}  # by divisor
         self._of_chunk: dict[int, float] = {}  # by divisor: bytes read per byte of the chunks
         self._under_way: dict[int, _UnderWay] = {}  # by number, oldest first
