@@ -109,6 +109,7 @@ def test_a_server_killed_under_load_costs_hits_only_and_its_successor_has_the_di
             successor.stop()
 
 
+@pytest.mark.slow
 def test_a_router_is_told_what_a_prompt_would_take(tiny_llama: str, tmp_path: Path) -> None:
     """By what the engine itself has measured: with a prompt that is held, and with one that nobody has seen."""
     token_file = tmp_path / "token"

@@ -31,7 +31,7 @@ def valkey() -> Iterator[ValkeyServer]:
 @pytest.mark.parametrize(
     ("write", "host", "cold"),
     [
-        ("through", POOL, PATIENT),
+        pytest.param("through", POOL, PATIENT, marks=pytest.mark.slow),
         ("back", {"capacity_bytes": "8MiB"}, PATIENT | {"spill_share": 0.8}),  # 16 chunks, of which 12 are kept free
     ],
     ids=["through", "back"],

@@ -240,7 +240,13 @@ def test_what_is_placed_is_what_the_model_computes_further_on(
                         torch.testing.assert_close(page[part, layer], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("fault", [{"lose_segments": [1]}, {"fail_to_place": []}], ids=["lost", "a bug"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"lose_segments": [1]}, id="lost", marks=pytest.mark.slow),
+        pytest.param({"fail_to_place": []}, id="a bug"),
+    ],
+)
 def test_a_load_that_fails_costs_only_the_reuse(
     tiny_llama: str, exact: dict[Prompt, Answer], fault: dict[str, Any]
 ) -> None:

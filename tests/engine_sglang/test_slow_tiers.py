@@ -18,7 +18,8 @@ def prompt(number: int) -> list[int]:
     return [3 + (7919 * (number + 1) + 104729 * i) % 2000 for i in range(640)]
 
 
-@pytest.mark.parametrize("use", ["auto", pytest.param("always", marks=pytest.mark.slow)])  # the latter is the control
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["auto", "always"])  # the latter is the control
 def test_what_takes_longer_to_load_than_to_compute_is_computed(
     tiny_llama: str, use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
