@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGES = Path(__file__).parents[2] / "packages"
 TESTS = [
     path
-    for name in ("eviction", "tiers", "remote", "observe", "server", "connect")
+    for name in ("eviction", "tiers", "remote", "observe", "server", "cluster", "connect")
     for path in (PACKAGES / f"kv-{name}" / "tests").rglob("*.py")
 ]
 BOUNDED_AT_THEIR_END = {

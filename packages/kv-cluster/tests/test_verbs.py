@@ -1,0 +1,122 @@
+"""Every verb on four servers that engines use meanwhile: what it says of each is what that server then has."""
+
+import pytest
+from kv_testing.cache_servers import read, report_of, store
+from kv_testing.fleet import FourServers, Load, prompt
+
+pytestmark = pytest.mark.usefixtures("load")
+
+
+def test_health_says_how_each_is(fleet: FourServers) -> None:
+    status, answer = fleet.run("health")
+    assert status == 0 and answer["done"] and len(answer["servers"]) == 4
+    for one in answer["servers"]:
+        assert one["text"].startswith("0.1.0, up ") and "pool" in one["text"] and not one["frozen"]
+    assert "disk" in answer["servers"][1]["text"]
+    fleet.post(2, "freeze")
+    assert [one["frozen"] for one in fleet.run("health")[1]["servers"]] == [False, False, True, False]
+    assert fleet.texts("health", "--servers", fleet.name(2))[2].endswith("; frozen")
+    fleet.post(2, "freeze/end")
+
+
+def test_a_prefix_is_found_replicated_moved_and_cleared(fleet: FourServers) -> None:
+    keys = prompt("whole life", 12)
+    store(fleet.caches[0], keys)
+    store(fleet.caches[1], keys[:5])
+    assert fleet.held(keys) == [12, 5, 0, 0]
+    texts = fleet.texts("where", keys=keys)
+    assert texts[0] == "holds 12 of 12 chunks: 12 in host" and texts[2] == "holds 0 of 12 chunks"
+    # To a named one, which fetches what it lacks only.
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "has fetched 7 chunks, and holds 12"}
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "holds 12 chunks already"}
+    assert fleet.held(keys) == [12, 12, 0, 0]
+    assert read(fleet.caches[1], keys)  # the bytes, too
+    # To as many as are to have it.
+    texts = fleet.texts("replicate", "--copies", "3", keys=keys)
+    assert sorted(fleet.held(keys)) == [0, 12, 12, 12] and len(texts) == 3
+    assert fleet.run("replicate", "--copies", "5", keys=keys)[0] == 1  # there are four, and they have it now
+    assert fleet.held(keys) == [12, 12, 12, 12]
+    # Away from one.
+    moved = ("move", "--from", fleet.name(1), "--to", fleet.name(2))
+    assert fleet.texts(*moved, keys=keys) == {2: "holds 12 chunks already", 1: "dropped 12 chunks"}
+    assert fleet.held(keys) == [12, 0, 12, 12]
+    assert fleet.texts(*moved, keys=keys) == {1: f"holds none of it, and {fleet.name(2)} holds 12 chunks"}
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "has fetched 12 chunks, and holds 12"}
+    # Everywhere.
+    assert set(fleet.texts("clear", keys=keys).values()) == {"cleared 12 leading chunks"}
+    assert fleet.held(keys) == [0, 0, 0, 0]
+    assert fleet.run("replicate", "--to", fleet.name(1), keys=keys)[0] == 1
+    status, answer = fleet.run("move", "--from", fleet.name(1), "--to", fleet.name(2), keys=keys)
+    assert status == 1 and "holds none of it" in answer["servers"][0]["text"]
+
+
+def test_what_only_a_disk_holds_is_found_and_pinned_and_moved(fleet: FourServers) -> None:
+    keys = prompt("on disk", 6)
+    store(fleet.caches[1], keys)
+    fleet.evict(1, keys)
+    assert fleet.texts("where", keys=keys)[1] == "holds 6 of 6 chunks: 6 in disk"
+    assert fleet.texts("move", "--from", fleet.name(1), "--to", fleet.name(2), keys=keys)[1] == "dropped 6 chunks"
+    assert fleet.held(keys) == [0, 0, 6, 0]
+
+
+def test_a_pin_is_of_its_tenant_and_on_those_that_hold_it(fleet: FourServers) -> None:
+    ours, theirs = prompt("pinned", 4), prompt("pinned", 4, "globex")
+    store(fleet.caches[0], ours)
+    store(fleet.caches[3], ours[:2])
+    store(fleet.caches[0], theirs)
+    texts = fleet.texts("pin", "system", keys=ours)
+    assert texts[0] == "pinned 4 of the 4 chunks that it holds" and texts[1] == "holds none of it"
+    assert texts[3] == "pinned 2 of the 2 chunks that it holds"
+    assert fleet.texts("pin", "system", "--servers", fleet.name(0), keys=theirs)[0].startswith("pinned 4")
+    assert len(fleet.pins(0)) == 2 and len(fleet.pins(3)) == 1
+    assert fleet.run("pin", "system", "--servers", fleet.name(1), keys=ours)[0] == 1
+    assert fleet.run("pin", "other", keys=prompt("nobody's", 3))[0] == 1
+    for text in ("unpinned", "has no such pin"):
+        assert fleet.texts("unpin", "system", "--salt", "salt of acme")[0] == text
+    assert len(fleet.pins(0)) == 1 and not fleet.pins(3)
+    fleet.texts("unpin", "system", "--salt", "salt of globex")
+    assert not fleet.pins(0)
+
+
+def test_a_tenant_is_cleared_everywhere_and_no_other_is(fleet: FourServers) -> None:
+    keys, others = prompt("of a tenant", 4), prompt("of a tenant", 4, "initech")
+    for cache in fleet.caches:
+        store(cache, keys)
+        store(cache, others)
+    assert len(fleet.texts("clear", "--tenant", "acme")) == 4
+    assert fleet.held(keys) == [0, 0, 0, 0] and fleet.held(others) == [4, 4, 4, 4]
+    assert fleet.run("clear", "--tenant", "unknown")[0] == 1
+    assert fleet.run("clear")[0] == 2 and fleet.run("clear", "--everything", "--tenant", "acme")[0] == 2
+    assert list(fleet.texts("clear", "--everything", "--servers", f"{fleet.name(0)}")) == [0]
+    assert fleet.held(others) == [0, 4, 4, 4]
+
+
+def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load: Load) -> None:
+    keys = prompt("leaves", 6)
+    store(fleet.caches[3], keys)
+    text = fleet.texts("drain", fleet.name(3), "--timeout", "20")[3]
+    assert text.startswith("drained: of ") and "refused" not in text
+    assert sum(fleet.held(keys)[:3]) >= 6
+    assert "drained" in fleet.texts("health")[3]
+    other = prompt("comes late", 3)
+    store(fleet.caches[0], other)
+    status, answer = fleet.run("replicate", "--to", fleet.name(3), keys=other)
+    assert status == 1 and answer["servers"][0]["text"] == "it is being drained, and takes nothing new"
+    assert fleet.texts("drain", fleet.name(3), "--end") == {3: "stores as before"}
+    assert fleet.texts("replicate", "--to", fleet.name(3), keys=other)[3].startswith("has fetched 3")
+    rounds = list(load.rounds)
+    assert min(rounds) > 1 and report_of(fleet.servers[0].socket).frozen is False
+
+
+def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:
+    keys = prompt("options", 2)
+    assert fleet.run("where")[0] == 2 and "--keys" in fleet.said
+    assert fleet.run("health", "--servers", "kv-z")[0] == 1 and "no server is called 'kv-z'" in str(
+        fleet.run("health", "--servers", "kv-z")
+    )
+    assert fleet.run("health", "--url", "http://elsewhere:1")[0] == 2 and "{host}" in fleet.said
+    assert fleet.run("replicate", keys=keys)[0] == 2
+    assert fleet.run("where", keys=[*keys, *prompt("options", 1, "globex")])[0] == 2 and "several tenants" in fleet.said
+    assert fleet.run("where", "--coverages", "all,all", keys=keys[:1])[0] == 2 and "whole chunks" in fleet.said
+    assert fleet.run("where", "--coverages", "most", keys=keys)[0] == 2
+    assert fleet.run("health", "--timeout", "0")[0] == 2
