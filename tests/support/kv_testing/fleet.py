@@ -15,7 +15,7 @@ from kv_core.tools.cli import main
 from kv_server import RemoteCache, ServerProcess, launch
 from kv_server.peers.authority import Authority
 
-from kv_testing.cache_servers import join_at, read, report_of, settings_for, store
+from kv_testing.cache_servers import join_at, read, settings_for, store
 from kv_testing.redis_servers import running
 from kv_testing.wait import joined, until
 
@@ -67,7 +67,7 @@ class FourServers:
     def settings(self, number: int) -> dict[str, Any]:
         """The second and fourth have a disk."""
         (self.home / str(number)).mkdir(exist_ok=True, mode=0o700)
-        config = settings_for(self.home / str(number), SLOTS, disk=number % 2 == 1)
+        config = settings_for(self.home / str(number), SLOTS, disk=number % 2 == 1, disk_chunks=4000)
         directory = {
             "url": self.url,
             "interval_s": 0.02,
@@ -142,13 +142,13 @@ class FourServers:
         return [pin["name"] for pin in found]
 
     def evict(self, number: int, keys: list[ChunkKey]) -> None:
-        """From the pool, by others, until only the disk has them."""
-        until(lambda: report_of(self.servers[number].socket).caches[0].tiers[0].usage.chunks)
-        for flood in range(100):
+        """From the pool, so that only the disk has them."""
+        action = {"action_id": "a", "action_type": "kv.demote", "action_version": "1.0", "payload": {}}
+        hints = {"protocol_version": "1.0", "message_id": "m", "actions": [action]}
+        until(lambda: self.run("where", keys=keys)[1]["servers"][number]["chunks"] == len(keys))
+        self.post(number, "hints", {"tenant": "acme", "keys": [key.hex() for key in keys], "hints": hints})
+        for flood in range(10):
             store(self.caches[number], prompt(f"flood {flood}", SLOTS // 8, "flood"), "flood")
-            if self.caches[number].lookup(keys[:1], "evict").chunks == 0:
-                break
-        self.caches[number].end("evict")
 
     def close(self) -> None:
         for cache in self.caches:

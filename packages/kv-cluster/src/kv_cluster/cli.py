@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kv_core.coverage import Coverage
 from kv_core.errors import ConfigError, InputError
-from kv_core.keys import ChunkKey, keys_in, tenant_tag
+from kv_core.keys import TENANT_BYTES, ChunkKey, keys_in, tenant_tag
 from kv_core.log import say
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
@@ -143,14 +144,15 @@ def _run(args: argparse.Namespace) -> int:
 def _fleet(args: argparse.Namespace) -> "Fleet":
     from kv_remote.host_port import HostPort, read_host_port
     from kv_server.http.start import check_token, read_token
-    from kv_tiers.settings import load
+    from kv_tiers.settings import Layer, read_file, resolve
 
     from kv_cluster.client import Client
     from kv_cluster.members import Finder, Reach
     from kv_cluster.verbs import Fleet
 
-    extra = {} if args.server_config is None else {"config_file": args.server_config}
-    settings, _ = load(extra, os.environ)
+    file = args.server_config or os.environ.get("KV_CONFIG_FILE")
+    settings, _ = resolve([Layer(f"file {file}", read_file(file))] if file else [], os.environ)
+    args.settings = settings
     listen = read_host_port(settings.http.listen, "http: listen") if settings.http.listen else None
     scheme, port = _url(args.url, listen.port if listen is not None else 0)
     finder = Finder(settings.tiers, Reach(scheme, port, args.unprotected))
@@ -244,8 +246,23 @@ def _clear(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
         raise InputError("give one of --tenant NAME, --everything, or a prefix (FILE, --text or --keys)")
     if has_prompt:
         return fleet.clear_prefix(_prefix(args), _members(args, fleet))
-    body: dict[str, object] = {"everything": True} if args.everything else {"tenant": args.tenant}
-    return fleet.clear(_members(args, fleet), body)
+    return fleet.clear(_members(args, fleet), "" if args.everything else _tag(args))
+
+
+def _tag(args: argparse.Namespace) -> str:
+    """Of the tenant that has this name in the settings, or this tag."""
+    from kv_tiers.tenants import read_tenants
+
+    settings = args.settings
+    named = read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)
+    tags = {tenant.name: tenant.tag.hex() for tenant in named}
+    tag: str = tags.get(args.tenant, args.tenant)
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * TENANT_BYTES}}}", tag):
+        raise InputError(
+            f"--tenant {tag[:100]!r}: the settings list {', '.join(sorted(tags)) or 'none'}; or write a tag, "
+            f"{2 * TENANT_BYTES} hex digits"
+        )
+    return tag
 
 
 def _drain(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
@@ -271,6 +288,8 @@ def _prefix(args: argparse.Namespace) -> "NamedPrefix":
     from kv_cluster.verbs import NamedPrefix
 
     coverages = tuple(args.coverages.split(","))
+    for coverage in coverages:
+        Coverage.parse(coverage)
     scheme = prompt_scheme(args)
     keys = _prompt_keys(args, len(coverages)) if args.keys is None else _read_keys(args.keys)
     if not 0 < len(keys) <= _MAX_KEYS:

@@ -3,20 +3,25 @@
 All else that `kv cluster` asks for, a server's own HTTP has. A request is about one tenant's chunks.
 """
 
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 from kv_core.coverage import ChunkShape
-from kv_core.keys import ChunkKey
+from kv_core.keys import TENANT_BYTES, ChunkKey
 from kv_server.http.endpoints import ServerView
 from kv_server.http.operation import Operation, Problem
-from kv_server.http.prefixes import Shaped, keys_of
+from kv_server.http.prefixes import MAX_KEYS, Key, Shaped, keys_of
+from kv_server.peers.tier import PeersTier
 from kv_tiers.cache.hits import last_boundary, whole_prefix
 from kv_tiers.cache.host import AT_ONCE, TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events import events
-from kv_tiers.options import read_options
+from kv_tiers.options import read_options, spelled_as
+from msgspec import Meta
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,14 +53,33 @@ class DroppedHere(msgspec.Struct, frozen=True):
     chunks: int
 
 
+class AllCleared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every server was cleared of a tenant, a prefix or (neither is given) everything.
+
+    tenant: its tag, hex. ago_s: since when they have been, at the earliest.
+    """
+
+    tenant: Annotated[str, spelled_as(rf"^([0-9a-f]{{{2 * TENANT_BYTES}}})?$", "a tag, or nothing")] = ""
+    keys: Annotated[list[Key], Meta(max_length=MAX_KEYS)] = []
+    ago_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+
+
+class ReadsPeers(msgspec.Struct, frozen=True):
+    """caches: that read of other hosts what they were cleared of, as far as it was stored there again."""
+
+    caches: int
+
+
 def make_cluster(parameters: Mapping[str, object]) -> Sequence[Operation]:
     """The factory that `http.endpoints: [cluster]` names. Raises `ConfigError`: it takes no parameters."""
     read_options(NoOptions, parameters, "endpoint cluster")
     where = "How many leading chunks of a prefix this host holds, by tier"
+    cleared = "Read of other hosts again what all have been cleared of"
     drop = "Drop a prefix from this host, or from all tiers"
     return [
         Operation("POST", "/where", where, held_here, HeldHere, Shaped, failures=(409,)),
         Operation("POST", "/drop", drop, drop_here, DroppedHere, DropRequest, failures=(409,)),
+        Operation("POST", "/cleared", cleared, all_cleared, ReadsPeers, AllCleared),
     ]
 
 
@@ -79,6 +103,16 @@ def drop_here(view: ServerView, body: DropRequest) -> DroppedHere:
             else:
                 _drop_own(cache, keys)
     return DroppedHere(chunks)
+
+
+def all_cleared(view: ServerView, body: AllCleared) -> ReadsPeers:
+    caches, keys = view.caches().values(), keys_of(body.keys)
+    tenants = {bytes.fromhex(body.tenant)} if body.tenant else set()
+    began_s = math.inf if tenants or keys else time.monotonic() - body.ago_s
+    tiers = [tier for cache in caches for _, tier in cache.lower.tiers_that(PeersTier)]
+    for tier in tiers:
+        tier.all_cleared(began_s, tenants, keys)
+    return ReadsPeers(len(tiers))
 
 
 def _keys(body: Shaped) -> list[ChunkKey]:

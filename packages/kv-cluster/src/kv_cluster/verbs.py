@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -131,6 +131,10 @@ class _Cleared(msgspec.Struct):
 
 class _Drains(msgspec.Struct):
     caches: list[DrainShown]
+
+
+class _Caches(msgspec.Struct):
+    caches: int
 
 
 class _Anything(msgspec.Struct):
@@ -290,8 +294,9 @@ class Fleet:
 
         return [arrived, *self._each([source], drop)]
 
-    def clear(self, members: Iterable[Member], body: dict[str, object]) -> list[MemberOutcome]:
-        """body: of `/clear`."""
+    def clear(self, members: Sequence[Member], tenant: str) -> list[MemberOutcome]:
+        """tenant: its tag, hex; empty: everything."""
+        body: dict[str, object] = {"tenant": tenant} if tenant else {"everything": True}
 
         def one(member: Member) -> Did:
             cleared = self._client.post(member, "/clear", body, _Cleared, timeout_s=self._timeout_s)
@@ -301,15 +306,37 @@ class Fleet:
                 {"chunks": cleared.chunks, "below": cleared.below},
             )
 
-        return self._each(members, one)
+        return self._everywhere(members, one, {"tenant": tenant})
 
-    def clear_prefix(self, prefix: NamedPrefix, members: Iterable[Member]) -> list[MemberOutcome]:
+    def clear_prefix(self, prefix: NamedPrefix, members: Sequence[Member]) -> list[MemberOutcome]:
         def one(member: Member) -> Did:
             body = prefix.body(everywhere=True)
             count = self._client.post(member, "/endpoints/cluster/drop", body, _Count, timeout_s=self._timeout_s).chunks
             return True, f"cleared {count} leading chunks", {"chunks": count}
 
-        return self._each(members, one)
+        return self._everywhere(members, one, {"keys": prefix.keys})
+
+    def _everywhere(
+        self, members: Sequence[Member], clear: Callable[[Member], Did], what: dict[str, object]
+    ) -> list[MemberOutcome]:
+        """A server that was cleared does not read of others what they may have from before. Once all have been cleared,
+        have them read each other again."""
+        began_s = time.monotonic()
+        outcomes = self._each(members, clear)
+        if set(members) != set(self.states) or not all(outcome.done for outcome in outcomes):
+            return outcomes
+        body = {**what, "ago_s": time.monotonic() - began_s + _GRACE_S}
+
+        def read_again(member: Member) -> Did:
+            return True, "", msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", body, _Caches))
+
+        again = self._each(members, read_again)
+        return [
+            first
+            if then.done
+            else replace(first, done=False, text=f"{first.text}, but reads no other: {then.text}")
+            for first, then in zip(outcomes, again, strict=True)
+        ]
 
     def drain(self, member: Member, *, max_bytes: int | None) -> list[MemberOutcome]:
         def one(member: Member) -> Did:
