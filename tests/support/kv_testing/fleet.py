@@ -137,6 +137,10 @@ class FourServers:
         headers = {"authorization": f"Bearer {TOKEN}"}
         httpx.post(f"{self.servers[number].url}{path}", json=body, headers=headers, timeout=30).raise_for_status()
 
+    def is_draining(self, number: int) -> bool:
+        drains = httpx.get(f"{self.servers[number].url}drain", timeout=30).json()["caches"]
+        return any(drain["phase"] == "draining" for drain in drains)
+
     def pins(self, number: int) -> list[str]:
         found = httpx.get(f"{self.servers[number].url}prefixes", timeout=30).json()["pins"]
         return [pin["name"] for pin in found]

@@ -97,16 +97,16 @@ class Client:
             method, sent = "POST", msgspec.json.encode(body)
         try:
             connection.request(method, path, sent, headers)
-            response = connection.getresponse()
             pieces, nbytes = [], 0
-            while piece := response.read1(_PIECE_BYTES):
-                nbytes += len(piece)
-                if nbytes > MAX_ANSWER_BYTES:
-                    raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
-                if time.monotonic() > until_s:
-                    raise TimeoutError
-                pieces.append(piece)
-            return response.status, b"".join(pieces)
+            with connection.getresponse() as response:
+                while piece := response.read1(_PIECE_BYTES):
+                    nbytes += len(piece)
+                    if nbytes > MAX_ANSWER_BYTES:
+                        raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+                    if time.monotonic() > until_s:
+                        raise TimeoutError
+                    pieces.append(piece)
+                return response.status, b"".join(pieces)
         finally:
             connection.close()
 

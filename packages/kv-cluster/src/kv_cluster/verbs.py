@@ -35,7 +35,6 @@ _GRACE_S: Final = 2.0
 class PoolCounts(msgspec.Struct, frozen=True):
     slots_total: int
     slots_used: int
-    chunks_resident: int
 
 
 class TierFill(msgspec.Struct, frozen=True):
@@ -332,9 +331,7 @@ class Fleet:
 
         again = self._each(members, read_again)
         return [
-            first
-            if then.done
-            else replace(first, done=False, text=f"{first.text}, but reads no other: {then.text}")
+            first if then.done else replace(first, done=False, text=f"{first.text}, but reads no other: {then.text}")
             for first, then in zip(outcomes, again, strict=True)
         ]
 

@@ -1,0 +1,188 @@
+"""Whoever writes into the directory, listens where a server was, or answers anything: the token goes to the servers of
+the fleet alone, and nothing that others say reaches the terminal as they wrote it."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from kv_server.directory.entries import VERSION, Entry, encode
+from kv_server.directory.signatures import Signatures
+from kv_server.peers.authority import Authority
+from kv_testing.cache_servers import store
+from kv_testing.fleet import TOKEN, FourServers, prompt
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import joined
+from kv_tiers.config import PeerSecurity
+from kv_tiers.tier import TierContext
+
+NAMESPACE = TierContext(CHUNK_BYTES, CHUNK_BYTES, "f").namespace
+STATUS: dict[str, Any] = {
+    "package": "0.1.0",
+    "uptime_s": 1.0,
+    "caches": [
+        {
+            "chunk_bytes": CHUNK_BYTES,
+            "fingerprint": "f",
+            "counts": {"slots_total": 1, "slots_used": 0, "chunks_resident": 0},
+        }
+    ],
+}
+
+
+class Impostor:
+    """Answers every request with the same, and keeps what it was sent."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.received: list[bytes] = []
+        self.answer = answered(STATUS)
+        self._listener = socket.create_server((host, port))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    connection.settimeout(5)
+                    self.received.append(connection.recv(1 << 16))
+                    connection.sendall(self.answer)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        joined(self._thread)
+        self._listener.close()
+
+
+def answered(body: object, status: str = "200 OK") -> bytes:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (status.encode(), len(text), text)
+
+
+@pytest.fixture
+def impostor(fleet: FourServers) -> Iterator[Impostor]:
+    """Where no server is, at the fleet's port of HTTP."""
+    made = Impostor("127.0.0.66", fleet.port)
+    yield made
+    made.close()
+
+
+def write(fleet: FourServers, *entries: bytes) -> None:
+    with redis.Redis.from_url(fleet.url) as client:
+        for entry in entries:
+            client.xadd(f"kv:directory:{NAMESPACE}", {"e": entry})
+
+
+def entry_at(address: str, **more: Any) -> Entry:
+    return Entry(VERSION, bytes(15) + b"i", address, 1, 0, bytes(8), **more)
+
+
+def signed(entry: Entry, files: Path, namespace: str = NAMESPACE) -> bytes:
+    security = PeerSecurity(**{f"tls_{kind}_file": str(files / f"{kind}.pem") for kind in ("ca", "cert", "key")})
+    return Signatures(security, namespace, "test").signed(entry)
+
+
+def test_a_poisoned_directory_leads_the_token_nowhere(fleet: FourServers, impostor: Impostor, tmp_path: Path) -> None:
+    keys = prompt("secret", 2)
+    store(fleet.caches[0], keys)
+    others = Authority(tmp_path / "others", create=True).issue(["127.0.0.66"], 1)
+    ours = Path(fleet.tls[0]["tls_cert_file"]).parent
+    replayed = msgspec.msgpack.decode(signed(entry_at(fleet.name(0)), ours))
+    moved = [encode(entry_at(f"127.0.0.66:{fleet.peers_port}")), *replayed[1:]]
+    write(
+        fleet,
+        encode(entry_at(f"127.0.0.66:{fleet.peers_port}")),  # not signed
+        signed(entry_at(f"127.0.0.66:{fleet.peers_port}"), others),  # by another authority
+        msgspec.msgpack.encode(moved),  # another's signature
+        signed(entry_at(fleet.name(1)), Path(fleet.tls[1]["tls_cert_file"]).parent, "another directory"),
+        b"\xff" * 40000,
+        b"",
+    )
+    texts = fleet.texts("where", keys=keys)
+    assert len(texts) == 4 and texts[0].startswith("holds 2 of 2")
+    assert fleet.said == "kv cluster: 6 entries of the directory are invalid, and not used\n"
+    assert len(fleet.texts("clear", keys=keys)) == 4
+    assert impostor.received == []
+
+
+def test_without_signatures_or_encryption_the_token_is_sent_only_if_the_operator_says_so(
+    fleet: FourServers, impostor: Impostor
+) -> None:
+    """What needs no token is asked."""
+    keys = prompt("unprotected", 2)
+    peers = {"type": "peers", "directory": {"url": fleet.url}, "unprotected": True}
+    config = fleet.write_config("unsigned.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    write(fleet, encode(entry_at(f"127.0.0.66:{fleet.peers_port}")))
+    status, answer = fleet.run("health", config=config)
+    assert [one["server"].partition(":")[0] for one in answer["servers"]] == ["127.0.0.66"] and status == 0
+    status, answer = fleet.run("where", keys=keys, config=config)
+    assert status == 1 and "entries of a directory without TLS are not signed" in answer["servers"][0]["text"]
+    assert all(TOKEN.encode() not in received for received in impostor.received) and impostor.received
+    fleet.run("where", "--unprotected", keys=keys, config=config)
+    assert TOKEN.encode() in impostor.received[-1]
+    # To another host, in the clear. Nobody is there; what counts is that it is not tried.
+    peers = {"type": "peers", "hosts": ["203.0.113.1:9500"], "unprotected": True}
+    config = fleet.write_config("listed.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    from kv_cluster.members import Finder, Reach
+
+    (member,) = Finder([peers], Reach("http", 9400, False)).listed()
+    assert "unencrypted" in member.withheld
+    (member,) = Finder([peers], Reach("https", 9443, False)).listed()
+    assert member.withheld == "" and member.url == "https://203.0.113.1:9443"
+
+
+HOSTILE = {
+    "no JSON": answered(b"{"),
+    "of another kind": answered({"package": 5}),
+    "deep": answered(b"[" * 100000),
+    "no HTTP": b"\x00" * 1000,
+    "of no status": b"HTTP/1.1 banana\r\n\r\n",
+    "cut": answered(STATUS)[:-5],
+    "long": answered(b" " * (17 << 20)),
+    "endless headers": b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+    "elsewhere": answered(b"", "302 Found\r\nLocation: http://127.0.0.66:1/"),
+    "a terminal's control": answered({"detail": "\x1b]0;owned\x07" + "x" * 5000}, "409 Conflict"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_a_server_answers_is_shown_in_a_line(fleet: FourServers, impostor: Impostor, kind: str) -> None:
+    peers = {"type": "peers", "hosts": [f"127.0.0.66:{fleet.peers_port}", fleet.name(0)], "unprotected": True}
+    config = fleet.write_config("hostile.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    impostor.answer = HOSTILE[kind]
+    status, answer = fleet.run("health", config=config)
+    good, bad = answer["servers"]
+    assert status == 1 and good["done"] and not bad["done"]
+    assert bad["text"].isprintable() and len(bad["text"]) < 450
+
+
+def test_what_a_server_says_of_itself_is_shown_escaped(fleet: FourServers, impostor: Impostor) -> None:
+    peers = {"type": "peers", "hosts": [f"127.0.0.66:{fleet.peers_port}"], "unprotected": True}
+    config = fleet.write_config("escaped.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    impostor.answer = answered({**STATUS, "package": "\x1b[2J" + "y" * 1000})
+    _, answer = fleet.run("health", config=config)
+    assert "\\x1b[2Jyyy" in answer["servers"][0]["text"] and len(answer["servers"][0]["text"]) < 400
+    impostor.answer = answered({**STATUS, "chunks": 10**9, "tiers": {"\x1b": 3}, "fingerprint": "f", "chunk_bytes": 1})
+    status, answer = fleet.run("where", "--unprotected", keys=prompt("lied about", 2), config=config)
+    assert status == 1 and "it says that it holds 1000000000 of 2 chunks" in answer["servers"][0]["text"]
+
+
+def test_the_token_is_a_file_of_ones_own(fleet: FourServers, tmp_path: Path) -> None:
+    keys = prompt("token", 2)
+    token = tmp_path / "token"
+    assert fleet.run("where", "--token-file", str(token), keys=keys)[0] == 2 and not token.exists()
+    token.write_text("another-token-of-some-length")
+    token.chmod(0o644)
+    assert fleet.run("where", "--token-file", str(token), keys=keys)[0] == 2 and "chmod 600" in fleet.said
+    token.chmod(0o600)
+    status, answer = fleet.run("where", "--token-file", str(token), keys=keys)
+    assert status == 1
+    assert all(one["text"].startswith("it has another token") for one in answer["servers"])
