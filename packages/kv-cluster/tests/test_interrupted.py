@@ -5,51 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import pytest
-from kv_cluster import client
 from kv_cluster.client import Client
 from kv_core.keys import ChunkKey
 from kv_testing.cache_servers import join_at, kill_server, read, store
 from kv_testing.fleet import FourServers, Load, prompt
 from kv_testing.wait import until
 
-pytestmark = pytest.mark.usefixtures("load")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("load")]
 KV = [sys.executable, "-c", "import sys; from kv_core.tools.command import main; sys.exit(main())"]
 Verb = Callable[[list[ChunkKey]], tuple[int, Any]]
-
-
-@contextmanager
-def stopped(fleet: FourServers, number: int) -> Iterator[None]:
-    """This server's process does nothing meanwhile."""
-    os.kill(fleet.servers[number].pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(fleet.servers[number].pid, signal.SIGCONT)
-
-
-def test_a_server_that_hangs_delays_no_other_and_is_named(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = prompt("with one that hangs", 4)
-    for cache in fleet.caches:
-        store(cache, keys)
-    monkeypatch.setattr(client, "ANSWER_S", 1.0)
-    began_s = time.monotonic()
-    with stopped(fleet, 3):
-        status, answer = fleet.run("clear", keys=keys)
-        assert time.monotonic() - began_s < 10
-        texts = fleet.by_number(answer)
-        assert status == 1 and [one["done"] for one in answer["servers"]] == [True, True, True, False]
-        assert texts[0] == "cleared 4 leading chunks" and texts[3].startswith("no answer from http://127.0.0.14")
-        assert fleet.held(keys) == [0, 0, 0, -1]
-    until(lambda: fleet.run("health")[0] == 0)
-    assert fleet.held(keys) == [0, 0, 0, 4]
-    assert fleet.texts("clear", keys=keys)[3] == "cleared 4 leading chunks"
-    assert fleet.held(keys) == [0, 0, 0, 0]
 
 
 class Killed:
@@ -89,7 +58,6 @@ def interrupted_everywhere(
             return
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["move", "replicate", "pin", "clear"])
 def test_a_verb_that_dies_anywhere_has_lost_nothing_and_is_finished_by_the_next(fleet: FourServers, verb: str) -> None:
     move = ["--from", fleet.name(0), "--to", fleet.name(2)]
@@ -117,7 +85,6 @@ def test_a_verb_that_dies_anywhere_has_lost_nothing_and_is_finished_by_the_next(
         fleet.texts("unpin", "system", "--salt", "salt of acme")
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_move_and_one_that_is_not_leave_the_same(fleet: FourServers) -> None:
     """With SIGKILL, at moments that nobody chose."""
     keys = prompt("killed", 64)
@@ -142,12 +109,11 @@ def test_a_process_that_is_killed_in_a_move_and_one_that_is_not_leave_the_same(f
     assert (held[0], held[2]) == (0, 64) and read(fleet.caches[2], keys)
 
 
-@pytest.mark.slow
 def test_a_target_that_is_killed_is_named_and_served_again_later(fleet: FourServers, load: Load) -> None:
     load.close()  # its engines would lose their server
     keys = prompt("to one that is killed", 32)
     store(fleet.caches[0], keys)
-    with stopped(fleet, 0):  # so the target cannot fetch anything, and the verb is in its middle
+    with fleet.stopped(0):  # so the target cannot fetch anything, and the verb is in its middle
         began_s = time.monotonic()
         status, answer = fleet.run("move", "--from", fleet.name(0), "--to", fleet.name(2), "--timeout", "3", keys=keys)
         assert status == 1 and time.monotonic() - began_s < 20
@@ -164,7 +130,6 @@ def test_a_target_that_is_killed_is_named_and_served_again_later(fleet: FourServ
     assert read(fleet.caches[2], keys)
 
 
-@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_is_drained_is_named(fleet: FourServers, load: Load) -> None:
     load.close()
     keys = prompt("drained", 16)

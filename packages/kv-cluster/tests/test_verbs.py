@@ -1,8 +1,13 @@
 """Every verb on four servers that engines use meanwhile: what it says of each is what that server then has."""
 
+import re
+import time
+
 import pytest
+from kv_cluster import client
 from kv_testing.cache_servers import read, report_of, store
 from kv_testing.fleet import FourServers, Load, prompt
+from kv_testing.wait import until
 
 pytestmark = pytest.mark.usefixtures("load")
 
@@ -14,9 +19,13 @@ def test_health_says_how_each_is(fleet: FourServers) -> None:
         assert one["text"].startswith("0.1.0, up ") and "pool" in one["text"] and not one["frozen"]
     assert "disk" in answer["servers"][1]["text"]
     fleet.post(2, "freeze")
-    assert [one["frozen"] for one in fleet.run("health")[1]["servers"]] == [False, False, True, False]
-    assert fleet.texts("health", "--servers", fleet.name(2))[2].endswith("; frozen")
-    fleet.post(2, "freeze/end")
+    try:
+        answers = fleet.run("health")[1]["servers"]
+    finally:
+        fleet.post(2, "freeze/end")
+    assert [one["frozen"] for one in answers] == [False, False, True, False]
+    assert re.search(r"; frozen for [0-9]+ s$", answers[2]["text"])
+    assert "frozen" not in fleet.texts("health", "--servers", fleet.name(2))[2]
 
 
 def test_a_prefix_is_found_replicated_moved_and_cleared(fleet: FourServers) -> None:
@@ -112,7 +121,7 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     text = fleet.texts("drain", fleet.name(3), "--timeout", "20")[3]
     assert text.startswith("drained: of ") and "refused" not in text
     assert sum(fleet.held(keys)[:3]) >= 6
-    assert "drained" in fleet.texts("health")[3]
+    assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
     other = prompt("comes late", 3)
     store(fleet.caches[0], other)
     status, answer = fleet.run("replicate", "--to", fleet.name(3), keys=other)
@@ -135,3 +144,22 @@ def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:
     assert fleet.run("where", "--coverages", "all,all", keys=keys[:1])[0] == 2 and "whole chunks" in fleet.said
     assert fleet.run("where", "--coverages", "most", keys=keys)[0] == 2
     assert fleet.run("health", "--timeout", "0")[0] == 2
+
+
+def test_a_server_that_hangs_delays_no_other_and_is_named(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = prompt("with one that hangs", 4)
+    for cache in fleet.caches:
+        store(cache, keys)
+    monkeypatch.setattr(client, "ANSWER_S", 1.0)
+    began_s = time.monotonic()
+    with fleet.stopped(3):
+        status, answer = fleet.run("clear", keys=keys)
+        assert time.monotonic() - began_s < 10
+        texts = fleet.by_number(answer)
+        assert status == 1 and [one["done"] for one in answer["servers"]] == [True, True, True, False]
+        assert texts[0] == "cleared 4 leading chunks" and texts[3].startswith("no answer from http://127.0.0.14")
+        assert fleet.held(keys) == [0, 0, 0, -1]
+    until(lambda: fleet.run("health")[0] == 0)
+    assert fleet.held(keys) == [0, 0, 0, 4]
+    assert fleet.texts("clear", keys=keys)[3] == "cleared 4 leading chunks"
+    assert fleet.held(keys) == [0, 0, 0, 0]

@@ -3,8 +3,12 @@
 import contextlib
 import io
 import json
+import os
+import signal
 import socket
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import httpx
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
-from kv_server import RemoteCache, ServerProcess, launch
+from kv_server import ServerProcess, launch
 from kv_server.peers.authority import Authority
 
 from kv_testing.cache_servers import join_at, read, settings_for, store
@@ -52,11 +56,9 @@ class FourServers:
         authority = Authority(home / "ca", create=True)
         self.tls = [self._files(authority.issue([host], 1)) for host in HOSTS]
         self.url = f"redis://127.0.0.1:{running('directory').port}"
-        self.servers: list[ServerProcess] = []
-        self.caches: list[RemoteCache] = []
-        for number in range(len(HOSTS)):
-            self.servers.append(self.start(number))
-            self.caches.append(join_at(self.servers[number].socket))
+        with ThreadPoolExecutor(len(HOSTS)) as together:
+            self.servers = list(together.map(self.start, range(len(HOSTS))))
+        self.caches = [join_at(server.socket, timeout_s=30.0) for server in self.servers]
         self.config = self.write_config("kv.json", self.settings(0))
         until(lambda: len(self.run("health")[1]["servers"]) == len(HOSTS), 20)
 
@@ -145,6 +147,15 @@ class FourServers:
         found = httpx.get(f"{self.servers[number].url}prefixes", timeout=30).json()["pins"]
         return [pin["name"] for pin in found]
 
+    @contextlib.contextmanager
+    def stopped(self, number: int) -> Iterator[None]:
+        """This server's process does nothing meanwhile."""
+        os.kill(self.servers[number].pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.servers[number].pid, signal.SIGCONT)
+
     def evict(self, number: int, keys: list[ChunkKey]) -> None:
         """From the pool, so that only the disk has them."""
         action = {"action_id": "a", "action_type": "kv.demote", "action_version": "1.0", "payload": {}}
@@ -157,8 +168,8 @@ class FourServers:
     def close(self) -> None:
         for cache in self.caches:
             cache.close()
-        for server in self.servers:
-            server.stop()
+        with ThreadPoolExecutor(len(HOSTS)) as together:
+            list(together.map(ServerProcess.stop, self.servers))
 
 
 class Load:
@@ -177,8 +188,8 @@ class Load:
 
     def _run(self, number: int, server: ServerProcess) -> None:
         try:
-            with contextlib.closing(join_at(server.socket)) as cache:
-                while not self._ended.wait(0.002):
+            with contextlib.closing(join_at(server.socket, timeout_s=30.0)) as cache:
+                while not self._ended.wait(0.02):
                     keys = prompt(f"load {number} {self.rounds[number] % 8}", 8, "globex")
                     store(cache, keys, "load")
                     cache.lookup(keys, "load")

@@ -24,7 +24,7 @@ from kv_tiers.options import read_options, spelled_as
 from msgspec import Meta
 
 
-class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClusterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The endpoint takes none."""
 
 
@@ -72,7 +72,7 @@ class ReadsPeers(msgspec.Struct, frozen=True):
 
 def make_cluster(parameters: Mapping[str, object]) -> Sequence[Operation]:
     """The factory that `http.endpoints: [cluster]` names. Raises `ConfigError`: it takes no parameters."""
-    read_options(NoOptions, parameters, "endpoint cluster")
+    read_options(ClusterOptions, parameters, "endpoint cluster")
     where = "How many leading chunks of a prefix this host holds, by tier"
     cleared = "Read of other hosts again what all have been cleared of"
     drop = "Drop a prefix from this host, or from all tiers"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.log import on_one_line
 from kv_remote.host_port import HostPort, read_host_port
@@ -140,11 +141,13 @@ class Finder:
                 position = entries.upto
                 for written in entries.written:
                     try:
-                        entry = decode(written) if signatures is None else signatures.verified(written)
+                        claimed = decode(written if signatures is None else _inside(written))
+                        known = self._latest.get(claimed.address)
+                        if known is None or known.host != claimed.host or claimed.leaves:  # else it says nothing new
+                            entry = claimed if signatures is None else signatures.verified(written)
+                            self._note(entry, config.max_hosts)
                     except InputError:
                         self.invalid += 1
-                        continue
-                    self._note(entry, config.max_hosts)
                 if entries.is_all:
                     return
                 if time.monotonic() > until_s:
@@ -158,3 +161,13 @@ class Finder:
             self._latest[entry.address] = entry
         elif entry.leaves and known is not None and known.host == entry.host:  # else another has taken its address over
             del self._latest[entry.address]
+
+
+def _inside(written: bytes) -> bytes:
+    """The entry in a signed one, which is not verified yet. Raises `InputError`: it is none."""
+    from kv_server.directory.signatures import SignedEntry  # needs `cryptography`, as only TLS does
+
+    try:
+        return msgspec.msgpack.decode(written, type=SignedEntry).entry
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"not a signed entry of a directory: {error}") from None

@@ -81,6 +81,7 @@ class ServerShown(msgspec.Struct, frozen=True):
     caches: list[CacheShown]
     opening: int = 0
     frozen: bool = False
+    for_s: dict[str, float] = {}
 
     @property
     def fill(self) -> float:
@@ -106,7 +107,7 @@ class _Count(msgspec.Struct):
     chunks: int
 
 
-class _Job(msgspec.Struct):
+class _JobState(msgspec.Struct):
     id: int
     state: str
     chunks: int = 0
@@ -443,13 +444,13 @@ class Fleet:
     def _pinned(self, member: Member, prefix: NamedPrefix, name: str, held: HeldThere) -> int:
         """Promote what it holds, and pin it; returns how many chunks."""
         more = {"name": f"{prefix.tenant}.{name}", "timeout_s": self._timeout_s}
-        job = self._client.post(member, "/prefixes/warm-up", prefix.body(held.chunks, held, **more), _Job)
+        job = self._client.post(member, "/prefixes/warm-up", prefix.body(held.chunks, held, **more), _JobState)
         until_s = time.monotonic() + self._timeout_s
         while job.state == "running":
             if time.monotonic() > until_s:
                 raise NotDone(f"job {job.id} is still promoting and will pin it; run it again to see")
             time.sleep(_POLL_S)
-            job = self._client.get(member, f"/prefixes/jobs/{job.id}", _Job)
+            job = self._client.get(member, f"/prefixes/jobs/{job.id}", _JobState)
         if job.state != "done":
             raise NotDone(shown(job.reason) or "the job failed")
         return job.chunks
@@ -491,7 +492,7 @@ def _health(state: ServerShown) -> tuple[str, dict[str, Any]]:
             if tier.usage.used_bytes is not None and tier.usage.capacity_bytes
         ]
         words += [cache.drain.spelled()] if cache.drain is not None else []
-    words += ["frozen"] if state.frozen else []
+    words += [f"{shown(what)} for {_span(for_s)}" for what, for_s in sorted(state.for_s.items())]
     words += [f"opening {state.opening} caches"] if state.opening else []
     return "; ".join(words), msgspec.to_builtins(state)
 
