@@ -12,6 +12,7 @@ TESTS = [
 ]
 BOUNDED_AT_THEIR_END = {
     ("test_redis_troubles.py", "self.listener.accept"),  # the listener is shut down by `close`
+    ("test_trust.py", "self._listener.accept"),  # as above
     ("test_objects.py", "listener.accept"),  # has a timeout of its own
     ("test_lost_servers.py", "upgraded.accept"),
     ("test_fuzzed.py", "listener.accept"),
