@@ -5,6 +5,7 @@ import time
 
 import pytest
 from kv_cluster import client
+from kv_core.keys import keys_in, tenant_tag
 from kv_testing.cache_servers import read, report_of, store
 from kv_testing.fleet import FourServers, Load, prompt
 from kv_testing.wait import until
@@ -66,6 +67,20 @@ def test_what_only_a_disk_holds_is_found_and_pinned_and_moved(fleet: FourServers
     assert fleet.texts("where", keys=keys)[1] == "holds 6 of 6 chunks: 6 in disk"
     assert fleet.texts("move", "--from", fleet.name(1), "--to", fleet.name(2), keys=keys)[1] == "dropped 6 chunks"
     assert fleet.held(keys) == [0, 0, 6, 0]
+
+
+def test_a_model_with_windows_and_shards_needs_less_of_a_prefix(fleet: FourServers) -> None:
+    digests = [key.digest for key in prompt("hybrid", 8)]
+    keys = keys_in(bytes(16), digests, groups=range(2), shards=range(2), tenant=tenant_tag("salt of acme"))
+    shape = ("--coverages", "all,window:9", "--chunk-tokens", "4", "--world", "2")
+    # A window of nine tokens reaches two chunks back: of the first six, its group is not needed.
+    needed = [key for number, key in enumerate(keys) if key.group == 0 or number >= 4 * 6]
+    store(fleet.caches[0], needed)
+    assert fleet.texts("where", *shape, keys=keys)[0] == "holds 8 of 8 chunks: 8 in host"
+    moved = fleet.texts("move", "--from", fleet.name(0), "--to", fleet.name(1), *shape, keys=keys)
+    assert moved == {1: "has fetched 8 chunks, and holds 8", 0: "dropped 8 chunks"}
+    assert read(fleet.caches[1], needed)
+    assert [text.split()[1] for text in fleet.texts("where", *shape, keys=keys).values()] == ["0", "8", "0", "0"]
 
 
 def test_a_pin_is_of_its_tenant_and_on_those_that_hold_it(fleet: FourServers) -> None:

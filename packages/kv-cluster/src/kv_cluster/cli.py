@@ -125,7 +125,9 @@ def _run(args: argparse.Namespace) -> int:
         outcomes = args.cluster_verb(args, _fleet(args))
     except NotDone as why:
         say(
-            json.dumps({"verb": args.verb, "done": False, "why": str(why), "servers": []}) if args.json else str(why),
+            json.dumps({"verb": args.verb, "done": False, "why": str(why), "servers": []})
+            if args.json
+            else f"kv cluster: {why}",
             file=sys.stdout if args.json else sys.stderr,
         )
         return 1

@@ -124,11 +124,6 @@ class _HintedAll(msgspec.Struct):
     outcomes: list[_Hinted]
 
 
-class _Cleared(msgspec.Struct):
-    chunks: int
-    below: dict[str, int]
-
-
 class _Drains(msgspec.Struct):
     caches: list[DrainShown]
 
@@ -299,12 +294,8 @@ class Fleet:
         body: dict[str, object] = {"tenant": tenant} if tenant else {"everything": True}
 
         def one(member: Member) -> Did:
-            cleared = self._client.post(member, "/clear", body, _Cleared, timeout_s=self._timeout_s)
-            return (
-                True,
-                f"cleared {cleared.chunks} chunks of the pool{_below(cleared.below)}",
-                {"chunks": cleared.chunks, "below": cleared.below},
-            )
+            chunks = self._client.post(member, "/clear", body, _Count, timeout_s=self._timeout_s).chunks
+            return True, f"cleared {chunks} chunks of the pool, and all tiers below", {"chunks": chunks}
 
         return self._everywhere(members, one, {"tenant": tenant})
 
@@ -507,7 +498,3 @@ def _span(seconds: float) -> str:
 def _place(held: HeldThere, chunks: int) -> str:
     tiers = ", ".join(f"{count} in {shown(name)}" for name, count in sorted(held.tiers.items()))
     return f"holds {held.chunks} of {chunks} chunks" + (f": {tiers}" if held.chunks else "")
-
-
-def _below(below: dict[str, int]) -> str:
-    return "".join(f", {count} of {shown(name)}" for name, count in sorted(below.items()))
