@@ -3,6 +3,7 @@ the fleet alone, and nothing that others say reaches the terminal as they wrote 
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from kv_server.directory.entries import VERSION, Entry, encode
 from kv_server.directory.signatures import Signatures
 from kv_server.peers.authority import Authority
 from kv_testing.cache_servers import store
-from kv_testing.fleet import TOKEN, FourServers, prompt
+from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined
 from kv_tiers.config import PeerSecurity
@@ -39,8 +40,13 @@ STATUS: dict[str, Any] = {
 class Impostor:
     """Answers every request with the same, and keeps what it was sent."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: dict[str, str] | None = None) -> None:
+        """tls: the files of its certificate."""
         self.received: list[bytes] = []
+        self._tls = None
+        if tls is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(tls["tls_cert_file"], tls["tls_key_file"])
         self.answer = answered(STATUS)
         self._listener = socket.create_server((host, port))
         self._thread = threading.Thread(target=self._serve)
@@ -50,10 +56,13 @@ class Impostor:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                with connection, suppress(OSError):
+                with suppress(OSError), connection:
                     connection.settimeout(5)
-                    self.received.append(connection.recv(1 << 16))
-                    connection.sendall(self.answer)
+                    with (
+                        connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True) as said
+                    ):
+                        self.received.append(said.recv(1 << 16))
+                        said.sendall(self.answer)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -137,6 +146,24 @@ def test_without_signatures_or_encryption_the_token_is_sent_only_if_the_operator
     assert "unencrypted" in member.withheld
     (member,) = Finder([peers], Reach("https", 9443, False)).listed()
     assert member.withheld == "" and member.url == "https://203.0.113.1:9443"
+
+
+def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourServers, tmp_path: Path) -> None:
+    keys = prompt("through a proxy", 2)
+    peers = {"type": "peers", "hosts": [fleet.name(0)], **fleet.tls[0]}
+    config = fleet.write_config("proxied.json", {**fleet.settings(0), "tiers": [peers]})
+    others = Authority(tmp_path / "others", create=True).issue(["127.0.0.11"], 1)
+    strange = {f"tls_{kind}_file": str(others / f"{kind}.pem") for kind in ("cert", "key")}
+    port = free_port()
+    for files, is_right in ((fleet.tls[0], True), (fleet.tls[1], False), (strange, False)):
+        proxy = Impostor("127.0.0.11", port, files)
+        try:
+            status, answer = fleet.run("where", "--url", f"https://{{host}}:{port}", keys=keys, config=config)
+        finally:
+            proxy.close()
+        assert status == 1
+        assert (TOKEN.encode() in b"".join(proxy.received)) == is_right
+        assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
 
 
 HOSTILE = {

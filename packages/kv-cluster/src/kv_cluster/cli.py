@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,8 @@ from kv_core.tools.cli import (
 )
 
 if TYPE_CHECKING:  # too much to import for every command's --help
+    import ssl
+
     from kv_cluster.members import Member
     from kv_cluster.verbs import Fleet, MemberOutcome, NamedPrefix
 
@@ -33,8 +34,8 @@ _ABOUT: Final = """\
 Ask all servers that the settings of one of them lead to (a tier of type peers), or have them do something. Each
 server's outcome is a line. A server that does not answer within 5 seconds is left out, and said to be.
 
-The servers' HTTP has to be at the host of their address for peers, at one port everywhere, with one token. where,
-replicate, move, and clear of a prefix need the endpoint of kv-cluster there: http: {endpoints: [cluster]}.
+The servers' HTTP has to be at the host of their address for peers, at one port everywhere, with one token. All
+but health, unpin and drain need the endpoint of kv-cluster there: http: {endpoints: [cluster]}.
 """
 _EXAMPLES: Final = """\
 examples:
@@ -171,7 +172,8 @@ def _fleet(args: argparse.Namespace) -> "Fleet":
         token = read_token(Path(token_file))
     elif args.token_file:
         raise InputError(f"--token-file {args.token_file} does not exist")
-    fleet = Fleet(Client(token, _tls(finder.ca_file)), finder, (seed or "").rstrip("/"), args.timeout)
+    tls = _tls(finder.ca_file) if "https" in (scheme, (seed or "").partition(":")[0]) else None
+    fleet = Fleet(Client(token, tls), finder, (seed or "").rstrip("/"), args.timeout)
     if finder.invalid:
         say(f"kv cluster: {finder.invalid} entries of the directory are invalid, and not used", file=sys.stderr)
     return fleet
@@ -192,8 +194,10 @@ def _url(text: str | None, port: int) -> tuple[str, int]:
     return match[1], int(match[2] or (443 if match[1] == "https" else 80))
 
 
-def _tls(ca_file: str) -> ssl.SSLContext:
+def _tls(ca_file: str) -> "ssl.SSLContext":
     """For https: a certificate of the system's authorities, or of the peers' one."""
+    import ssl
+
     context = ssl.create_default_context()
     if ca_file:
         try:

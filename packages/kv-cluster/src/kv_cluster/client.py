@@ -39,10 +39,10 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks members. token: empty: there is none. tls: for https."""
+    """Asks members. token: empty: there is none. tls: for https; None: the members have http."""
 
     token: str
-    tls: ssl.SSLContext
+    tls: ssl.SSLContext | None
 
     def get(self, member: Member, path: str, wanted: type[A]) -> A:
         """Raises `NotDone`."""

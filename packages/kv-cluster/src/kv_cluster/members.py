@@ -26,6 +26,7 @@ from kv_tiers.tier import TierContext
 KNOWN_S: Final = 300.0
 """A server that has written nothing for this long before the last entry is none of the fleet any more."""
 _READ_S: Final = 20.0
+_MAX_FORMATS: Final = 64
 _WHERE: Final = "peers: directory"
 
 
@@ -114,14 +115,18 @@ class Finder:
         """Read the directory for chunks of these sizes and fingerprints. Returns whether it was for any the first time.
 
         Raises:
-            ConfigError: the directory cannot be read.
+            ConfigError: the directory cannot be read, or has too many formats.
         """
         config = read_options(DirectoryConfig, self._config.directory or {}, _WHERE)
         contexts = [
             TierContext(size, size, fingerprint_of_tier(self._tier, fingerprint)) for size, fingerprint in formats
         ]
         new = {context.namespace for context in contexts} - self._read
-        for namespace in new:
+        if len(new) + len(self._read) > _MAX_FORMATS:
+            raise ConfigError(
+                f"the servers have more than {_MAX_FORMATS} formats of chunks, which is more than is read"
+            )
+        for namespace in sorted(new):
             self._read.add(namespace)
             try:
                 self._take(config, namespace)
