@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import redis
 from kv_server.directory.entries import VERSION, Entry, encode
 from kv_server.directory.signatures import Signatures
 from kv_server.peers.authority import Authority
-from kv_testing.cache_servers import store
+from kv_testing.cache_servers import join_at, store
 from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import joined
+from kv_testing.wait import joined, until
 from kv_tiers.config import PeerSecurity
 from kv_tiers.tier import TierContext
 
@@ -84,19 +84,22 @@ def impostor(fleet: FourServers) -> Iterator[Impostor]:
     made.close()
 
 
-def write(fleet: FourServers, *entries: bytes) -> None:
+def write(fleet: FourServers, *entries: bytes, namespace: str = NAMESPACE) -> None:
     with redis.Redis.from_url(fleet.url) as client:
         for entry in entries:
-            client.xadd(f"kv:directory:{NAMESPACE}", {"e": entry})
+            client.xadd(f"kv:directory:{namespace}", {"e": entry})
 
 
-def entry_at(address: str, **more: Any) -> Entry:
-    return Entry(VERSION, bytes(15) + b"i", address, 1, 0, bytes(8), **more)
+def entry_at(address: str, host: bytes = bytes(15) + b"i", **more: Any) -> Entry:
+    return Entry(VERSION, host, address, 1, 0, bytes(8), **more)
+
+
+def security_of(files: Path) -> PeerSecurity:
+    return PeerSecurity(**{f"tls_{kind}_file": str(files / f"{kind}.pem") for kind in ("ca", "cert", "key")})
 
 
 def signed(entry: Entry, files: Path, namespace: str = NAMESPACE) -> bytes:
-    security = PeerSecurity(**{f"tls_{kind}_file": str(files / f"{kind}.pem") for kind in ("ca", "cert", "key")})
-    return Signatures(security, namespace, "test").signed(entry)
+    return Signatures(security_of(files), namespace, "test").signed(entry)
 
 
 def test_a_poisoned_directory_leads_the_token_nowhere(fleet: FourServers, impostor: Impostor, tmp_path: Path) -> None:
@@ -164,6 +167,36 @@ def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourSer
         assert status == 1
         assert (TOKEN.encode() in b"".join(proxy.received)) == is_right
         assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
+
+
+def test_a_server_that_has_left_one_stream_is_still_in_the_other(fleet: FourServers) -> None:
+    """As one that closed the cache of a format."""
+    with closing(join_at(fleet.servers[0].socket, "g")) as cache:
+        store(cache, prompt("of another format", 1))
+        other = TierContext(CHUNK_BYTES, CHUNK_BYTES, "g").namespace
+        with redis.Redis.from_url(fleet.url) as client:
+            until(lambda: client.xlen(f"kv:directory:{other}"))
+            ((_, fields),) = client.xrevrange(f"kv:directory:{other}", count=1)
+        files = Path(fleet.tls[0]["tls_cert_file"]).parent
+        last = Signatures(security_of(files), other, "test").verified(fields[b"e"])
+        write(fleet, signed(entry_at(last.address, leaves=True, host=last.host), files, other), namespace=other)
+        assert len(fleet.texts("health")) == 4
+
+
+def test_a_name_of_several_servers_is_not_taken_for_one(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, known = socket.getaddrinfo, fleet.name(0)
+
+    def many(host: str, *rest: Any, **more: Any) -> Any:
+        if host != "many.internal":
+            return found(host, *rest, **more)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{number}", fleet.port)) for number in (11, 12)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", many)
+    peers = {"type": "peers", "hosts": [known, f"many.internal:{fleet.peers_port}"], "unprotected": True}
+    config = fleet.write_config("many.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    status, answer = fleet.run("health", config=config)
+    assert status == 1 and [one["done"] for one in answer["servers"]] == [True, False]
+    assert "many.internal has 2 addresses" in answer["servers"][1]["text"]
 
 
 HOSTILE = {

@@ -2,8 +2,10 @@
 others' verbs."""
 
 import http.client
+import socket
 import ssl
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -91,6 +93,7 @@ class Client:
             )
         else:
             connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=left_s)
+        _check_name(parts.hostname, parts.port)
         method, headers, sent = "GET", {}, None
         if body is not None:
             headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
@@ -109,6 +112,13 @@ class Client:
                 return response.status, b"".join(pieces)
         finally:
             connection.close()
+
+
+def _check_name(host: str, port: int | None) -> None:
+    """Raises `ValueError`: the name stands for several servers. Raises `OSError`: it is not known."""
+    found = {(family, address[0]) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    if max(Counter(family for family, _ in found).values()) > 1:
+        raise ValueError(f"{host} has {len(found)} addresses, which may be as many servers: name each")
 
 
 def _refusal(status: int, path: str, answer: bytes) -> str:

@@ -71,8 +71,7 @@ class Reach:
 
 
 class Finder:
-    """Finds the members. `formats` is called for the formats of chunks that a directory is read for: each has its own
-    stream there."""
+    """Finds the members: in a directory by the formats of their chunks, as each has a stream of its own there."""
 
     def __init__(self, tiers: Iterable[Mapping[str, object]], reach: Reach) -> None:
         """tiers: as in the settings. Raises `ConfigError`: none is of type peers, or one cannot be honoured."""
@@ -85,7 +84,7 @@ class Finder:
         check_protected(self._config, "peers")
         self._reach = reach
         self._read: set[str] = set()
-        self._latest: dict[str, Entry] = {}
+        self._latest: dict[tuple[str, str], Entry] = {}  # by stream and address, as a server may leave one of them
         self.invalid = 0
         """Entries that are not what a server of this authority writes."""
 
@@ -100,16 +99,13 @@ class Finder:
     def listed(self) -> list[Member]:
         """Those of the setting `hosts`, or found in the directory so far; of a host with several, none is reachable."""
         if self._config.directory is None:
-            addresses = [read_host_port(host, "peers: hosts") for host in self._config.hosts]
+            addresses = {read_host_port(host, "peers: hosts") for host in self._config.hosts}
         else:
-            addresses = [entry.host_port() for entry in self._latest.values()]
+            addresses = {entry.host_port() for entry in self._latest.values()}
         is_signed = self._config.directory is None or bool(self._config.tls_ca_file)
         hosts = Counter(address.host for address in addresses)
-        members = [self._reach.member(address, is_signed=is_signed) for address in sorted(set(addresses), key=str)]
-        return [
-            member if hosts[address.host] == 1 else replace(member, url="")
-            for member, address in zip(members, sorted(set(addresses), key=str), strict=True)
-        ]
+        members = {address: self._reach.member(address, is_signed=is_signed) for address in sorted(addresses, key=str)}
+        return [member if hosts[address.host] == 1 else replace(member, url="") for address, member in members.items()]
 
     def read(self, formats: Iterable[tuple[int, str]]) -> bool:
         """Read the directory for chunks of these sizes and fingerprints. Returns whether it was for any the first time.
@@ -147,10 +143,10 @@ class Finder:
                 for written in entries.written:
                     try:
                         claimed = decode(written if signatures is None else _inside(written))
-                        known = self._latest.get(claimed.address)
+                        known = self._latest.get((namespace, claimed.address))
                         if known is None or known.host != claimed.host or claimed.leaves:  # else it says nothing new
                             entry = claimed if signatures is None else signatures.verified(written)
-                            self._note(entry, config.max_hosts)
+                            self._note(namespace, entry, config.max_hosts)
                     except InputError:
                         self.invalid += 1
                 if entries.is_all:
@@ -160,12 +156,13 @@ class Finder:
         finally:
             stream.close()
 
-    def _note(self, entry: Entry, max_hosts: int) -> None:
-        known = self._latest.get(entry.address)
+    def _note(self, namespace: str, entry: Entry, max_hosts: int) -> None:
+        place = namespace, entry.address
+        known = self._latest.get(place)
         if not entry.leaves and (known is not None or len(self._latest) < max_hosts):
-            self._latest[entry.address] = entry
+            self._latest[place] = entry
         elif entry.leaves and known is not None and known.host == entry.host:  # else another has taken its address over
-            del self._latest[entry.address]
+            del self._latest[place]
 
 
 def _inside(written: bytes) -> bytes:
