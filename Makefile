@@ -27,7 +27,7 @@ NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 # Of Hypothesis's tests. `test-slow` runs them again with all of theirs.
 FEWER_EXAMPLES := KV_EXAMPLES=0.4
-SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server connect cuda vllm sglang blend) tests/support
+SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server cluster connect cuda vllm sglang blend) tests/support
 
 help: ## print this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'

@@ -24,6 +24,7 @@ FROM_BELOW = (
     "kv-cuda",
     "kv-codecs",
     "kv-server",
+    "kv-cluster",
     "kv-connect",
     "kv-vllm",
     "kv-sglang",

@@ -97,7 +97,7 @@ find_arm64() {
 if [ "${1:-}" = arm64 ]; then find_arm64 >/dev/null; exit; fi
 
 packages=()
-for package in packages/kv-{core,eviction,tiers,remote,observe,codecs,server,connect,cuda,vllm,sglang,blend} tests/support; do packages+=(-e "$package"); done
+for package in packages/kv-{core,eviction,tiers,remote,observe,codecs,server,cluster,connect,cuda,vllm,sglang,blend} tests/support; do packages+=(-e "$package"); done
 uv=$(find_uv)
 
 case "${1:-}" in

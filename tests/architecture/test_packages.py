@@ -17,7 +17,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-NAMES = "core eviction tiers remote observe codecs server connect cuda vllm sglang blend"
+NAMES = "core eviction tiers remote observe codecs server cluster connect cuda vllm sglang blend"
 SIBLINGS = {f"kv-{name}" for name in NAMES.split()}
 
 

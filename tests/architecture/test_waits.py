@@ -7,11 +7,12 @@ from pathlib import Path
 PACKAGES = Path(__file__).parents[2] / "packages"
 TESTS = [
     path
-    for name in ("eviction", "tiers", "remote", "observe", "server", "connect")
+    for name in ("eviction", "tiers", "remote", "observe", "server", "cluster", "connect")
     for path in (PACKAGES / f"kv-{name}" / "tests").rglob("*.py")
 ]
 BOUNDED_AT_THEIR_END = {
     ("test_redis_troubles.py", "self.listener.accept"),  # the listener is shut down by `close`
+    ("test_trust.py", "self._listener.accept"),  # as above
     ("test_objects.py", "listener.accept"),  # has a timeout of its own
     ("test_lost_servers.py", "upgraded.accept"),
     ("test_fuzzed.py", "listener.accept"),

@@ -106,6 +106,8 @@ class Caches:
         """What `drain` was given last; None: nothing is being drained."""
         self.is_frozen = False
         """Caches store nothing new and evict nothing, and none is closed to make room for another."""
+        self.since_s: dict[str, float] = {}
+        """When it was `frozen`, and since when it is `leaving` (a drain), while that lasts."""
         self.quotas_set: QuotasSet = {}
         """Those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
@@ -190,17 +192,21 @@ class Caches:
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
         self.drained = timeout_s, max_bytes
+        self.since_s.setdefault("leaving", self._clock.now_s())
         for cache in self._caches.values():
             peer_side(cache).drain.begin(timeout_s, max_bytes)
 
     def end_drain(self) -> None:
         self.drained = None
+        self.since_s.pop("leaving", None)
         for cache in self._caches.values():
             peer_side(cache).drain.end()
 
     def freeze(self, is_frozen: bool) -> None:
         """As `Administration.freeze`, for every cache, including those that are opened from now on."""
         self.is_frozen = is_frozen
+        since_s = self.since_s.pop("frozen", self._clock.now_s())
+        self.since_s |= {"frozen": since_s} if is_frozen else {}
         for cache in self._caches.values():
             cache.admin.freeze(is_frozen)
 
@@ -271,9 +277,7 @@ class Caches:
         `ConfigError`: it cannot be used."""
         path = self._saved_path(wanted)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
-        if path is None or slots < 1:
-            return None
-        return open_saved(path, wanted, slots)
+        return None if path is None or slots < 1 else open_saved(path, wanted, slots)
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""

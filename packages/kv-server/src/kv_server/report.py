@@ -2,7 +2,7 @@
 top`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -143,6 +143,12 @@ class Registration:
     facts: dict[str, str]
 
 
+def chunk_tokens_of(sessions: Iterable[Registration]) -> list[int]:
+    """The different numbers of tokens in chunks of these engines, as far as they say."""
+    stated = {one.facts.get("chunk_tokens", "") for one in sessions}
+    return sorted(int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10)
+
+
 @dataclass(frozen=True, slots=True)
 class TenantReport:
     """A tenant's use of the pool.
@@ -233,6 +239,7 @@ class Report:
     peers: what is served to other hosts' servers; None: there is no address for them.
     keeps: places that may hold chunks from before this process, of formats that no engine has registered yet.
     frozen: nothing new is stored, and nothing evicted.
+    for_s: how long it has been `frozen` or `leaving` (a drain).
     engines, prefixes: those for which most was found, the greatest first.
     saved_s: seconds of prefill that engines were advised to save, as they measured.
     """
@@ -247,6 +254,7 @@ class Report:
     peers: PeersServed | None = None
     keeps: list[str] = field(default_factory=list)
     frozen: bool = False
+    for_s: dict[str, float] = field(default_factory=dict)
     engines: list[LookupUse] = field(default_factory=list)
     prefixes: list[LookupUse] = field(default_factory=list)
     saved_s: float = 0.0

@@ -711,6 +711,7 @@ class CacheServer:
             peers=None if self._peers is None else self._peers.counts(),
             keeps=_keeps(self._config),
             frozen=self.formats.is_frozen,
+            for_s={what: self._clock.now_s() - since_s for what, since_s in self.formats.since_s.items()},
             engines=self.engine_loads.uses.of_engines(),
             prefixes=self.engine_loads.uses.of_prefixes(),
             saved_s=self.engine_loads.uses.saved_s,

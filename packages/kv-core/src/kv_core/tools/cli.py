@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kv",
         description="Inspect a tiered KV cache.",
-        epilog="from kv-server: config, drain, explain, freeze, peers, reload, top; kv-cuda: bench; kv-codecs: judge; "
-        "kv-observe: sim",
+        epilog="from kv-server: config, drain, explain, freeze, peers, reload, top; kv-cluster: cluster; "
+        "kv-cuda: bench; kv-codecs: judge; kv-observe: sim",
     )
     parser.add_argument("--version", action="version", version=f"kv {importlib.metadata.version('kv-core')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

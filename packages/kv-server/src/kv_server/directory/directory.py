@@ -341,8 +341,8 @@ class Directory:
             while len(self._not_here) > _MAX_NOT_HERE:
                 self._not_here.popitem(last=False)
 
-    def cleared(self) -> None:
-        self._mirror.cleared(time.monotonic())
+    def cleared(self, cleared_s: float) -> None:
+        self._mirror.cleared(cleared_s)
         self._repair_due.set()
 
     def state(self) -> DirectoryState:

@@ -189,11 +189,11 @@ class Mirror:
             for host in self._hosts.values():
                 host.last_seen_s = now_s
 
-    def cleared(self, now_s: float) -> None:
+    def cleared(self, cleared_s: float) -> None:
         """Our cache was cleared: only hosts that were cleared later are believed. All are queried for the time of their
         last clear."""
         with self._lock:
-            self._cleared_s = now_s
+            self._cleared_s = cleared_s
             self._backoff.clear()
             for host in self._hosts.values():
                 self._believe(host)

@@ -13,7 +13,8 @@ from kv_server.explained import chunks_text, explained_text, why_unknown
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.operations import Digest
 from kv_server.http.relay import Relay
-from kv_server.server import CacheServer, explainer
+from kv_server.report import chunk_tokens_of
+from kv_server.server import explainer
 
 MAX_TOKENS = 1 << 20
 
@@ -58,7 +59,9 @@ def explain_operations(relay: Relay) -> list[Operation]:
     async def explain(body: ExplainRequest) -> ExplainedPrompt:
         if bool(body.tokens) == bool(body.digests):
             raise Problem(409, "give either the prompt's tokens or its digests")
-        explain_it, sizes = await relay.on_server(lambda server: (explainer(server), _chunk_tokens(server)))
+        explain_it, sizes = await relay.on_server(
+            lambda server: (explainer(server), chunk_tokens_of(server.registrations()))
+        )
         digests = [bytes.fromhex(text) for text in body.digests]
         if body.tokens:
             digests = await relay.call(partial(_digests, body, sizes))
@@ -75,12 +78,6 @@ def explain_operations(relay: Relay) -> list[Operation]:
 
     about = "What is held of a prompt, chunk by chunk, and what became of the rest"
     return [Operation("POST", "/explain", about, explain, ExplainedPrompt, ExplainRequest, failures=(409, 503))]
-
-
-def _chunk_tokens(server: CacheServer) -> list[int]:
-    """Of the connected engines."""
-    stated = {one.facts.get(wire.CHUNK_TOKENS, "") for one in server.registrations()}
-    return sorted(int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10)
 
 
 def _digests(body: ExplainRequest, sizes: list[int]) -> list[bytes]:

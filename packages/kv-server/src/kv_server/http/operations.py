@@ -200,10 +200,8 @@ def quota_operations(relay: Relay) -> list[Operation]:
 
 
 def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
-    for use in cache.admin.tenants():
-        if use.tenant == tag:
-            return Use(max(format_[0]), format_[1], use.chunks, use.used_bytes, use.quota_bytes)
-    return Use(max(format_[0]), format_[1], 0, 0, None)
+    uses = [(use.chunks, use.used_bytes, use.quota_bytes) for use in cache.admin.tenants() if use.tenant == tag]
+    return Use(max(format_[0]), format_[1], *(uses[0] if uses else (0, 0, None)))
 
 
 class ClearRequest(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -271,22 +269,15 @@ class Drains(msgspec.Struct, frozen=True):
 def drain_operations(relay: Relay) -> list[Operation]:
     async def drain(body: DrainRequest) -> Drains:
         max_bytes = None if body.max_bytes is UNSET else body.max_bytes
-
-        def begin(server: CacheServer) -> Drains:
-            server.formats.drain(body.timeout_s, max_bytes)
-            return _state(server)
-
         try:
-            return await relay.on_server(begin)
+            await relay.on_server(lambda server: server.formats.drain(body.timeout_s, max_bytes))
         except InputError as error:  # nowhere to go, whatever was asked
             raise Problem(409, str(error)) from None
+        return await state()
 
     async def end() -> Drains:
-        def stop(server: CacheServer) -> Drains:
-            server.formats.end_drain()
-            return _state(server)
-
-        return await relay.on_server(stop)
+        await relay.on_server(lambda server: server.formats.end_drain())
+        return await state()
 
     async def state() -> Drains:
         return await relay.on_server(_state)

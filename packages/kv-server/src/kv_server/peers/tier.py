@@ -359,7 +359,7 @@ class PeersTier:
             self._cleared_s = time.monotonic()
             self._holders.clear()
         if self._directory is not None:
-            self._directory.cleared()
+            self._directory.cleared(self._cleared_s)
         self._removed_there(wire.PeerClear(self._namespace, b""))
 
     def clear_tenant(self, tenant: bytes) -> None:
@@ -370,6 +370,16 @@ class PeersTier:
         if self._removed_there(wire.PeerClear(self._namespace, tenant)):
             with self._lock:
                 self._hidden_tenants.discard(tenant)
+
+    def all_cleared(self, began_s: float, tenants: set[bytes], keys: Sequence[ChunkKey]) -> None:
+        """Every host has been cleared of these, or was cleared after `began_s`: what they hold now is read again."""
+        with self._lock:
+            self._hidden_tenants -= tenants
+            for key in keys:
+                self._hidden.pop(key, None)
+            self._cleared_s = None if self._cleared_s is None else min(self._cleared_s, began_s)
+        if self._directory is not None and self._cleared_s is not None:
+            self._directory.cleared(self._cleared_s)
 
     def probe(self) -> None:
         if self._directory is None:

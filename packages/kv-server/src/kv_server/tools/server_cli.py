@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,7 +33,7 @@ from kv_core.tools.cli import (
 from kv_server import wire
 from kv_server.connection import ask_server, ask_server_for
 from kv_server.explained import chunks_text, explained_text, runs_text, why_unknown
-from kv_server.report import DrainState, Report
+from kv_server.report import DrainState, Report, chunk_tokens_of
 
 A = TypeVar("A", bound=wire.Answer)
 _ANSWER_S: Final = 5.0
@@ -50,6 +50,15 @@ def add_server_options(parser: Any) -> None:
         dest="server_config",
         help="the settings of the server or its engines, which name it",
     )
+
+
+def _add(commands: Any, run: Callable[[argparse.Namespace], int], *texts: str) -> argparse.ArgumentParser:
+    """A command to a server. texts: its name, description, examples, and its line in `kv --help`."""
+    *described, help_line = texts
+    parser = add_command(commands, *described, help=help_line)
+    parser.set_defaults(run=run)
+    add_server_options(parser)
+    return parser
 
 
 def socket_of(options: argparse.Namespace) -> Path:
@@ -108,15 +117,8 @@ _REFUSAL: Final = "cannot be drained"
 
 def register_drain(commands: Any) -> None:
     """Add `kv drain`; called by the `kv` command."""
-    parser = add_command(
-        commands,
-        "drain",
-        _ABOUT_DRAIN,
-        _EXAMPLES_OF_DRAIN,
-        help="move what a server holds to its peers before it leaves",
-    )
-    parser.set_defaults(run=_drain)
-    add_server_options(parser)
+    about = "move what a server holds to its peers before it leaves"
+    parser = _add(commands, _drain, "drain", _ABOUT_DRAIN, _EXAMPLES_OF_DRAIN, about)
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (default: 60)"
     )
@@ -198,9 +200,7 @@ The exit status is 0, or 2 if no server was found.
 def register_freeze(commands: Any) -> None:
     """Add `kv freeze`; called by the `kv` command."""
     about = "have a server store and evict nothing for a while"
-    parser = add_command(commands, "freeze", _ABOUT_FREEZE, _EXAMPLES_OF_FREEZE, help=about)
-    parser.set_defaults(run=_freeze)
-    add_server_options(parser)
+    parser = _add(commands, _freeze, "freeze", _ABOUT_FREEZE, _EXAMPLES_OF_FREEZE, about)
     parser.add_argument("--end", action="store_true", help="store and evict as before")
 
 
@@ -235,9 +235,7 @@ _TAKEN_OVER_S: Final = 30.0
 def register_reload(commands: Any) -> None:
     """Add `kv reload`; called by the `kv` command."""
     about = "have a server read its settings file again"
-    parser = add_command(commands, "reload", _ABOUT_RELOAD, _EXAMPLES_OF_RELOAD, help=about)
-    parser.set_defaults(run=_reload)
-    add_server_options(parser)
+    parser = _add(commands, _reload, "reload", _ABOUT_RELOAD, _EXAMPLES_OF_RELOAD, about)
     parser.add_argument(
         "--take-over", action="store_true", help="have another process take over, with all of the settings"
     )
@@ -306,9 +304,7 @@ It says so while the server does not answer, and continues; end it with Ctrl-C. 
 
 def register_top(commands: Any) -> None:
     """Add `kv top`; called by the `kv` command."""
-    parser = add_command(commands, "top", _ABOUT_TOP, _EXAMPLES_OF_TOP, help="a cache server, live in a terminal")
-    parser.set_defaults(run=_top)
-    add_server_options(parser)
+    parser = _add(commands, _top, "top", _ABOUT_TOP, _EXAMPLES_OF_TOP, "a cache server, live in a terminal")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit, as without a terminal")
     parser.add_argument("--json", action="store_true", help="what the server reports, one object per line")
@@ -506,9 +502,8 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
     """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave. Raises
     `ConfigError` and `InputError`: no server answers, or not with that."""
     answer = ask(socket, wire.Registered(""), wire.Registrations, "does not say which engines are connected")
-    stated = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
-    sizes = {int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10}
-    return [] if given in sizes else sorted(sizes)
+    sizes = chunk_tokens_of(answer.sessions)
+    return [] if given in sizes else sizes
 
 
 def _max_explained(space: PromptSpace | None) -> int:
@@ -574,9 +569,7 @@ def _described(answers: _Answers, expected: wire.Explained | None, chunks: int, 
 
 
 def _salt_name(number: int, salt: str | None) -> str:
-    if salt is None:
-        return "none"
-    return f"also {number}" if number else "given"
+    return "none" if salt is None else f"also {number}" if number else "given"
 
 
 def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limit: int, chunk_tokens: int) -> None:

@@ -1,0 +1,1 @@
+"""Operators' verbs over all servers of a directory."""

@@ -1,0 +1,500 @@
+"""The verbs, on all members at once. Each says per member what happened.
+
+None keeps a state of its own: what a verb has done is what the servers then have, so one that was interrupted is
+finished by running it again.
+
+- pin, unpin, clear, drop: one request a member, done there as a whole or not at all.
+- replicate: the target fetches chunk by chunk; what has arrived stays, and is not fetched again.
+- move: the source drops its copy last, once the target has been seen to have all of it.
+- drain: the server goes on by itself.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kv_cluster.client import ANSWER_S, Client, NotDone, shown
+from kv_cluster.members import Finder, Member
+
+T = TypeVar("T")
+
+_POLL_S: Final = 0.1
+_SETTLE_S: Final = 15.0
+"""How long a target may make no progress: the directory may not list the chunks there yet."""
+_RETAIN_S: Final = 60.0
+"""How long a target keeps what is moved there from eviction: longer than the source takes to drop it."""
+_GRACE_S: Final = 2.0
+
+
+class PoolCounts(msgspec.Struct, frozen=True):
+    slots_total: int
+    slots_used: int
+
+
+class TierFill(msgspec.Struct, frozen=True):
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+class TierShown(msgspec.Struct, frozen=True):
+    name: str
+    usage: TierFill
+
+
+class DrainShown(msgspec.Struct, frozen=True):
+    """As `kv_server.report.DrainState`."""
+
+    phase: str
+    why: str = ""
+    chunks: int = 0
+    elsewhere: int = 0
+    moved: int = 0
+    refused: int = 0
+    left: int = 0
+
+    def spelled(self) -> str:
+        counts = [f"{self.moved} moved", f"{self.elsewhere} on other hosts already"]
+        counts += [f"{count} {what}" for count, what in ((self.refused, "refused"), (self.left, "left")) if count]
+        why = f" ({shown(self.why)})" if self.why else ""
+        return f"{shown(self.phase)}{why}: of {self.chunks} chunks {', '.join(counts)}"
+
+
+class CacheShown(msgspec.Struct, frozen=True):
+    chunk_bytes: int
+    fingerprint: str
+    counts: PoolCounts
+    tiers: list[TierShown] = []
+    drain: DrainShown | None = None
+
+
+class ServerShown(msgspec.Struct, frozen=True):
+    """Of `/status`, what the verbs use."""
+
+    package: str
+    uptime_s: float
+    caches: list[CacheShown]
+    opening: int = 0
+    frozen: bool = False
+    for_s: dict[str, float] = {}
+
+    @property
+    def fill(self) -> float:
+        """Of the fullest pool."""
+        pools = [cache.counts for cache in self.caches]
+        return max((pool.slots_used / max(1, pool.slots_total) for pool in pools), default=0.0)
+
+    @property
+    def is_draining(self) -> bool:
+        return any(cache.drain is not None for cache in self.caches)
+
+
+class HeldThere(msgspec.Struct, frozen=True):
+    """As `endpoint.HeldHere`."""
+
+    chunks: int
+    tiers: dict[str, int]
+    fingerprint: str
+    chunk_bytes: int
+
+
+class _Count(msgspec.Struct):
+    chunks: int
+
+
+class _JobState(msgspec.Struct):
+    id: int
+    state: str
+    chunks: int = 0
+    reason: str = ""
+
+
+class _Hinted(msgspec.Struct):
+    outcome: str
+    why: str = ""
+    granted: dict[str, float] = {}
+
+
+class _HintedAll(msgspec.Struct):
+    outcomes: list[_Hinted]
+
+
+class _Drains(msgspec.Struct):
+    caches: list[DrainShown]
+
+
+class _Caches(msgspec.Struct):
+    caches: int
+
+
+class _Anything(msgspec.Struct):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPrefix:
+    """A prompt's chunks, of one tenant.
+
+    keys: hex, chunk-major. tenant: its tag, hex.
+    chunk_tokens, coverages, shards: as for a lookup.
+    """
+
+    keys: Sequence[str]
+    tenant: str
+    chunk_tokens: int = 1
+    coverages: tuple[str, ...] = ("all",)
+    shards: int = 1
+
+    @property
+    def chunks(self) -> int:
+        return len(self.keys) // (len(self.coverages) * self.shards)
+
+    def body(self, chunks: int | None = None, held: HeldThere | None = None, **more: object) -> dict[str, object]:
+        """Of a request about the first `chunks` chunks. held: says in which format."""
+        keys = self.keys[: None if chunks is None else chunks * len(self.coverages) * self.shards]
+        format_ = {} if held is None else {"fingerprint": held.fingerprint, "chunk_bytes": held.chunk_bytes}
+        shape = {"chunk_tokens": self.chunk_tokens, "coverages": self.coverages, "shards": self.shards}
+        return {"keys": keys, **shape, **format_, **more}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOutcome:
+    """What a member has done, or why not. facts: the same for programs."""
+
+    server: str
+    done: bool
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Did = tuple[bool, str, dict[str, Any]]
+
+
+class Fleet:
+    """The members, as they answered when this was made."""
+
+    def __init__(self, client: Client, finder: Finder, seed: str, timeout_s: float) -> None:
+        """seed: the URL of a server's HTTP, which is asked for its formats if a directory lists the members.
+        timeout_s: of a verb. Raises `NotDone`: the seed does not answer. Raises `ConfigError`: as for `Finder.read`."""
+        self._client = client
+        self._timeout_s = timeout_s
+        self.states: dict[Member, ServerShown | NotDone] = {}
+        if finder.has_directory:
+            known = [client.get(Member("the seed", seed), "/status", ServerShown)]
+            while finder.read({(cache.chunk_bytes, cache.fingerprint) for state in known for cache in state.caches}):
+                known = self._ask_new(finder.listed())
+        else:
+            self._ask_new(finder.listed())
+        self.states = dict(sorted(self.states.items(), key=lambda one: one[0].name))
+
+    def member(self, name: str) -> Member:
+        """By its name, or its host alone. Raises `NotDone`: there is none."""
+        for member in self.states:
+            if name in (member.name, member.name.rpartition(":")[0]):
+                return member
+        raise NotDone(
+            f"no server is called {name[:100]!r}; there are {', '.join(one.name for one in self.states) or 'none'}"
+        )
+
+    def health(self) -> list[MemberOutcome]:
+        return [
+            MemberOutcome(member.name, False, str(state))
+            if isinstance(state, NotDone)
+            else MemberOutcome(member.name, True, *_health(state))
+            for member, state in self.states.items()
+        ]
+
+    def where(self, prefix: NamedPrefix, members: Iterable[Member]) -> list[MemberOutcome]:
+        def one(member: Member) -> Did:
+            held = self._held(member, prefix)
+            return True, _place(held, prefix.chunks), {"chunks": held.chunks, "tiers": held.tiers}
+
+        return self._each(members, one)
+
+    def pin(self, prefix: NamedPrefix, name: str, members: Sequence[Member], *, is_named: bool) -> list[MemberOutcome]:
+        """Pin what each holds. is_named: the operator named them, so each has to hold something."""
+
+        def one(member: Member) -> Did:
+            held = self._held(member, prefix)
+            if not held.chunks:
+                return not is_named, "holds none of it", {"chunks": 0}
+            pinned = self._pinned(member, prefix, name, held)
+            text = f"pinned {pinned} of the {held.chunks} chunks that it holds"
+            text += "" if pinned == held.chunks else ": pins take half of the pool or quota at most"
+            return pinned == held.chunks, text, {"chunks": pinned}
+
+        return self._each(members, one)
+
+    def unpin(self, name: str, tenant: str, members: Iterable[Member]) -> list[MemberOutcome]:
+        def one(member: Member) -> Did:
+            try:
+                self._client.post(member, "/prefixes/unpin", {"name": f"{tenant}.{name}"}, _Anything)
+            except NotDone as why:
+                if "nothing is pinned as" not in str(why):
+                    raise
+                return True, "has no such pin", {"pins": 0}
+            return True, "unpinned", {"pins": 1}
+
+        return self._each(members, one)
+
+    def replicate(self, prefix: NamedPrefix, targets: Sequence[Member]) -> list[MemberOutcome]:
+        """Have these hold as much of the prefix as the server that holds most of it. Raises `NotDone`: none does."""
+        most = max(self._held_by_all(prefix).values(), key=lambda held: held.chunks, default=None)
+        if most is None or not most.chunks:
+            raise NotDone("no server that answers holds any of it")
+        return self._each(targets, lambda member: self._have(member, prefix, most))
+
+    def copies(self, prefix: NamedPrefix, copies: int) -> list[MemberOutcome]:
+        """Have so many servers hold it: those that do, and then the emptiest. Raises `NotDone`: none holds it."""
+        held = self._held_by_all(prefix)
+        most = max((one.chunks for one in held.values()), default=0)
+        holders = [member for member, one in held.items() if most and one.chunks == most]
+        others = sorted(
+            (state.fill, member.name, member)
+            for member, state in self.states.items()
+            if isinstance(state, ServerShown) and member not in holders
+            if not (state.frozen or state.is_draining or member.withheld)
+        )
+        chosen = [*holders, *(member for *_, member in others)][:copies]
+        outcomes = self.replicate(prefix, chosen)
+        if len(chosen) < copies:
+            why = f"{len(chosen)} of {copies}: no other server answers, is neither drained nor frozen"
+            outcomes.append(MemberOutcome("copies", False, why))
+        return outcomes
+
+    def move(self, prefix: NamedPrefix, source: Member, target: Member) -> list[MemberOutcome]:
+        """Have the target hold what the source holds, and then the source drop it."""
+        if source == target:
+            raise NotDone("the source and the target are the same server")
+        here, there = self._held(source, prefix), self._held(target, prefix)
+        if not here.chunks:
+            text = f"holds none of it, and {target.name} holds {there.chunks} chunks"
+            return [MemberOutcome(source.name, bool(there.chunks), text, {"chunks": 0})]
+        (arrived,) = self._each([target], lambda member: self._have(member, prefix, here, is_retained=True))
+        if not arrived.done:
+            kept = MemberOutcome(source.name, False, "keeps it, as not all has arrived; run it again", {"dropped": 0})
+            return [arrived, kept]
+
+        def drop(member: Member) -> Did:
+            now = self._held(target, prefix)
+            if now.chunks < here.chunks:
+                return False, f"keeps it, as {target.name} has lost some again; run it again", {"dropped": 0}
+            count = self._client.post(member, "/endpoints/cluster/drop", prefix.body(here.chunks), _Count).chunks
+            return True, f"dropped {count} chunks", {"dropped": count}
+
+        return [arrived, *self._each([source], drop)]
+
+    def clear(self, members: Sequence[Member], tenant: str) -> list[MemberOutcome]:
+        """tenant: its tag, hex; empty: everything."""
+        body: dict[str, object] = {"tenant": tenant} if tenant else {"everything": True}
+
+        def one(member: Member) -> Did:
+            chunks = self._client.post(member, "/clear", body, _Count, timeout_s=self._timeout_s).chunks
+            return True, f"cleared {chunks} chunks of the pool, and all tiers below", {"chunks": chunks}
+
+        return self._everywhere(members, one, {"tenant": tenant})
+
+    def clear_prefix(self, prefix: NamedPrefix, members: Sequence[Member]) -> list[MemberOutcome]:
+        def one(member: Member) -> Did:
+            body = prefix.body(everywhere=True)
+            count = self._client.post(member, "/endpoints/cluster/drop", body, _Count, timeout_s=self._timeout_s).chunks
+            return True, f"cleared {count} leading chunks", {"chunks": count}
+
+        return self._everywhere(members, one, {"keys": prefix.keys})
+
+    def _everywhere(
+        self, members: Sequence[Member], clear: Callable[[Member], Did], what: dict[str, object]
+    ) -> list[MemberOutcome]:
+        """A server that was cleared does not read of others what they may have from before. Once all have been cleared,
+        have them read each other again."""
+        began_s = time.monotonic()
+        outcomes = self._each(members, clear)
+        if set(members) != set(self.states) or not all(outcome.done for outcome in outcomes):
+            return outcomes
+        body = {**what, "ago_s": time.monotonic() - began_s + _GRACE_S}
+
+        def read_again(member: Member) -> Did:
+            return True, "", msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", body, _Caches))
+
+        again = self._each(members, read_again)
+        return [
+            first if then.done else replace(first, done=False, text=f"{first.text}, but reads no other: {then.text}")
+            for first, then in zip(outcomes, again, strict=True)
+        ]
+
+    def drain(self, member: Member, *, max_bytes: int | None) -> list[MemberOutcome]:
+        def one(member: Member) -> Did:
+            until_s = time.monotonic() + self._timeout_s
+            body = {"timeout_s": self._timeout_s} | ({} if max_bytes is None else {"max_bytes": max_bytes})
+            drains = self._client.post(member, "/drain", body, _Drains).caches
+            while any(drain.phase == "draining" for drain in drains):
+                if time.monotonic() > until_s + ANSWER_S:
+                    return False, f"it is still draining after {self._timeout_s:g} s, and goes on", {}
+                time.sleep(_POLL_S)
+                try:
+                    drains = self._client.get(member, "/drain", _Drains).caches
+                except NotDone as why:
+                    raise NotDone(f"its drain has begun, and it stopped answering: {why}; run it again") from None
+                if not drains:
+                    return False, "someone ended the drain, or the server was started again", {}
+            text = "; ".join(drain.spelled() for drain in drains) or "holds nothing: no engine has registered a format"
+            done = all(drain.phase == "drained" and not drain.refused for drain in drains)
+            return done, text, {"caches": msgspec.to_builtins(drains)}
+
+        return self._each([member], one, over_s=2 * ANSWER_S)
+
+    def end_drain(self, member: Member) -> list[MemberOutcome]:
+        def one(member: Member) -> Did:
+            self._client.post(member, "/drain/end", None, _Drains)
+            return True, "stores as before", {}
+
+        return self._each([member], one)
+
+    def _ask_new(self, members: Iterable[Member]) -> list[ServerShown]:
+        """Ask those that were not asked before; returns the answers."""
+        new = [member for member in members if member not in self.states]
+        answers: dict[Member, ServerShown | NotDone] = _together(
+            new, lambda member: self._client.get(member, "/status", ServerShown), ANSWER_S + _GRACE_S
+        )
+        self.states |= answers
+        return [answer for answer in answers.values() if isinstance(answer, ServerShown)]
+
+    def _each(
+        self, members: Iterable[Member], work: Callable[[Member], Did], *, over_s: float = 0.0
+    ) -> list[MemberOutcome]:
+        """The outcomes of all. Those that did not answer before are not asked."""
+        wanted = list(members)
+        up = [member for member in wanted if isinstance(self.states[member], ServerShown)]
+        did: dict[Member, Did | NotDone] = _together(up, work, self._timeout_s + over_s + _GRACE_S)
+        outcomes = []
+        for member in wanted:
+            outcome = did.get(member, self.states[member])
+            if isinstance(outcome, tuple):
+                outcomes.append(MemberOutcome(member.name, *outcome))
+            else:
+                outcomes.append(MemberOutcome(member.name, False, str(outcome)))
+        return outcomes
+
+    def _held(self, member: Member, prefix: NamedPrefix) -> HeldThere:
+        """Raises `NotDone`."""
+        state = self.states[member]
+        if isinstance(state, NotDone):
+            raise state
+        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(), HeldThere)
+        if not 0 <= held.chunks <= prefix.chunks:
+            raise NotDone(f"it says that it holds {held.chunks} of {prefix.chunks} chunks")
+        return held
+
+    def _held_by_all(self, prefix: NamedPrefix) -> dict[Member, HeldThere]:
+        """Of those that answer."""
+        held = _together(list(self.states), lambda member: self._held(member, prefix), ANSWER_S + _GRACE_S)
+        return {member: one for member, one in held.items() if isinstance(one, HeldThere)}
+
+    def _have(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, *, is_retained: bool = False) -> Did:
+        """Have it fetch what it lacks, as it would for a request, until it holds as many chunks as `wanted`."""
+        state, until_s = self.states[member], time.monotonic() + self._timeout_s
+        if isinstance(state, ServerShown) and state.is_draining:
+            return False, "it is being drained, and takes nothing new", {"fetched": 0}
+        held = self._held(member, prefix)
+        before, best, why, best_s = held.chunks, held.chunks, "", time.monotonic()
+        while held.chunks < wanted.chunks:
+            now_s = time.monotonic()
+            if held.chunks > best:
+                best, best_s = held.chunks, now_s
+            if now_s > min(until_s, best_s + _SETTLE_S):
+                text = f"holds {held.chunks} of {wanted.chunks} chunks, and can fetch no more{why}; run it again"
+                return False, text, {"chunks": held.chunks, "fetched": held.chunks - before}
+            why = self._hint(member, prefix, wanted, "kv.prefetch")
+            held = self._held(member, prefix)
+            if held.chunks < wanted.chunks:
+                time.sleep(_POLL_S)
+        if is_retained:
+            self._hint(member, prefix, wanted, "kv.retain", ttl_seconds=_RETAIN_S)
+            held = self._held(member, prefix)
+        fetched = held.chunks - before
+        text = (
+            f"has fetched {fetched} chunks, and holds {held.chunks}"
+            if fetched
+            else f"holds {held.chunks} chunks already"
+        )
+        return held.chunks >= wanted.chunks, text, {"chunks": held.chunks, "fetched": fetched}
+
+    def _hint(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, kind: str, **payload: object) -> str:
+        """Do this with the first chunks there. Returns why not all was done, or ""."""
+        action = {"action_id": "kv-cluster", "action_type": kind, "action_version": "1.0", "payload": payload}
+        envelope = {"protocol_version": "1.0", "message_id": "kv-cluster", "actions": [action]}
+        body = prefix.body(wanted.chunks, wanted, tenant=prefix.tenant, hints=envelope)
+        hinted, *_ = [*self._client.post(member, "/hints", body, _HintedAll).outcomes, _Hinted("rejected")]
+        return f" ({shown(hinted.why)})" if hinted.why else ""
+
+    def _pinned(self, member: Member, prefix: NamedPrefix, name: str, held: HeldThere) -> int:
+        """Promote what it holds, and pin it; returns how many chunks."""
+        more = {"name": f"{prefix.tenant}.{name}", "timeout_s": self._timeout_s}
+        job = self._client.post(member, "/prefixes/warm-up", prefix.body(held.chunks, held, **more), _JobState)
+        until_s = time.monotonic() + self._timeout_s
+        while job.state == "running":
+            if time.monotonic() > until_s:
+                raise NotDone(f"job {job.id} is still promoting and will pin it; run it again to see")
+            time.sleep(_POLL_S)
+            job = self._client.get(member, f"/prefixes/jobs/{job.id}", _JobState)
+        if job.state != "done":
+            raise NotDone(shown(job.reason) or "the job failed")
+        return job.chunks
+
+
+def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s: float) -> "dict[Member, T | NotDone]":
+    """The outcomes of `work`, on a thread each. One that does not end in time is left to itself: it is a daemon."""
+    done: queue.SimpleQueue[tuple[Member, T | NotDone]] = queue.SimpleQueue()
+
+    def run(member: Member) -> None:
+        try:
+            done.put((member, work(member)))
+        except NotDone as why:
+            done.put((member, why))
+        except Exception as error:  # noqa: BLE001  # the others' outcomes are shown whatever this is
+            done.put((member, NotDone(f"a bug: {shown(repr(error))}")))
+
+    for member in members:
+        threading.Thread(target=partial(run, member), name="kv-cluster", daemon=True).start()
+    outcomes: dict[Member, T | NotDone] = {}
+    until_s = time.monotonic() + timeout_s
+    while len(outcomes) < len(members) and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            member, outcome = done.get(timeout=left_s)
+        except queue.Empty:
+            break
+        outcomes[member] = outcome
+    late = NotDone(f"not done within {timeout_s:g} s; what has become of it is not known: run it again")
+    return {member: outcomes.get(member, late) for member in members}
+
+
+def _health(state: ServerShown) -> tuple[str, dict[str, Any]]:
+    words = [f"{shown(state.package)}, up {_span(state.uptime_s)}"]
+    words.append(f"pool {state.fill:.0%} full" if state.caches else "no engine has registered")
+    for cache in state.caches:
+        words += [
+            f"{shown(tier.name)} {tier.usage.used_bytes / tier.usage.capacity_bytes:.0%} full"
+            for tier in cache.tiers
+            if tier.usage.used_bytes is not None and tier.usage.capacity_bytes
+        ]
+        words += [cache.drain.spelled()] if cache.drain is not None else []
+    words += [f"{shown(what)} for {_span(for_s)}" for what, for_s in sorted(state.for_s.items())]
+    words += [f"opening {state.opening} caches"] if state.opening else []
+    return "; ".join(words), msgspec.to_builtins(state)
+
+
+def _span(seconds: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _place(held: HeldThere, chunks: int) -> str:
+    tiers = ", ".join(f"{count} in {shown(name)}" for name, count in sorted(held.tiers.items()))
+    return f"holds {held.chunks} of {chunks} chunks" + (f": {tiers}" if held.chunks else "")

@@ -1,0 +1,248 @@
+"""Whoever writes into the directory, listens where a server was, or answers anything: the token goes to the servers of
+the fleet alone, and nothing that others say reaches the terminal as they wrote it."""
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from kv_server.directory.entries import VERSION, Entry, encode
+from kv_server.directory.signatures import Signatures
+from kv_server.peers.authority import Authority
+from kv_testing.cache_servers import join_at, store
+from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.wait import joined, until
+from kv_tiers.config import PeerSecurity
+from kv_tiers.tier import TierContext
+
+NAMESPACE = TierContext(CHUNK_BYTES, CHUNK_BYTES, "f").namespace
+STATUS: dict[str, Any] = {
+    "package": "0.1.0",
+    "uptime_s": 1.0,
+    "caches": [
+        {
+            "chunk_bytes": CHUNK_BYTES,
+            "fingerprint": "f",
+            "counts": {"slots_total": 1, "slots_used": 0, "chunks_resident": 0},
+        }
+    ],
+}
+
+
+class Impostor:
+    """Answers every request with the same, and keeps what it was sent."""
+
+    def __init__(self, host: str, port: int, tls: dict[str, str] | None = None) -> None:
+        """tls: the files of its certificate."""
+        self.received: list[bytes] = []
+        self._tls = None
+        if tls is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(tls["tls_cert_file"], tls["tls_key_file"])
+        self.answer = answered(STATUS)
+        self._listener = socket.create_server((host, port))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with suppress(OSError), connection:
+                    connection.settimeout(5)
+                    with (
+                        connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True) as said
+                    ):
+                        self.received.append(said.recv(1 << 16))
+                        said.sendall(self.answer)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        joined(self._thread)
+        self._listener.close()
+
+
+def answered(body: object, status: str = "200 OK") -> bytes:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (status.encode(), len(text), text)
+
+
+@pytest.fixture
+def impostor(fleet: FourServers) -> Iterator[Impostor]:
+    """Where no server is, at the fleet's port of HTTP."""
+    made = Impostor("127.0.0.66", fleet.port)
+    yield made
+    made.close()
+
+
+def write(fleet: FourServers, *entries: bytes, namespace: str = NAMESPACE) -> None:
+    with redis.Redis.from_url(fleet.url) as client:
+        for entry in entries:
+            client.xadd(f"kv:directory:{namespace}", {"e": entry})
+
+
+def entry_at(address: str, host: bytes = bytes(15) + b"i", **more: Any) -> Entry:
+    return Entry(VERSION, host, address, 1, 0, bytes(8), **more)
+
+
+def security_of(files: Path) -> PeerSecurity:
+    return PeerSecurity(**{f"tls_{kind}_file": str(files / f"{kind}.pem") for kind in ("ca", "cert", "key")})
+
+
+def signed(entry: Entry, files: Path, namespace: str = NAMESPACE) -> bytes:
+    return Signatures(security_of(files), namespace, "test").signed(entry)
+
+
+def test_a_poisoned_directory_leads_the_token_nowhere(fleet: FourServers, impostor: Impostor, tmp_path: Path) -> None:
+    keys = prompt("secret", 2)
+    store(fleet.caches[0], keys)
+    others = Authority(tmp_path / "others", create=True).issue(["127.0.0.66"], 1)
+    ours = Path(fleet.tls[0]["tls_cert_file"]).parent
+    replayed = msgspec.msgpack.decode(signed(entry_at(fleet.name(0)), ours))
+    moved = [encode(entry_at(f"127.0.0.66:{fleet.peers_port}")), *replayed[1:]]
+    write(
+        fleet,
+        encode(entry_at(f"127.0.0.66:{fleet.peers_port}")),  # not signed
+        signed(entry_at(f"127.0.0.66:{fleet.peers_port}"), others),  # by another authority
+        msgspec.msgpack.encode(moved),  # another's signature
+        signed(entry_at(fleet.name(1)), Path(fleet.tls[1]["tls_cert_file"]).parent, "another directory"),
+        b"\xff" * 40000,
+        b"",
+    )
+    texts = fleet.texts("where", keys=keys)
+    assert len(texts) == 4 and texts[0].startswith("holds 2 of 2")
+    assert fleet.said == "kv cluster: 6 entries of the directory are invalid, and not used\n"
+    assert len(fleet.texts("clear", keys=keys)) == 4
+    assert impostor.received == []
+
+
+def test_without_signatures_or_encryption_the_token_is_sent_only_if_the_operator_says_so(
+    fleet: FourServers, impostor: Impostor
+) -> None:
+    """What needs no token is asked."""
+    keys = prompt("unprotected", 2)
+    peers = {"type": "peers", "directory": {"url": fleet.url}, "unprotected": True}
+    config = fleet.write_config("unsigned.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    write(fleet, encode(entry_at(f"127.0.0.66:{fleet.peers_port}")))
+    status, answer = fleet.run("health", config=config)
+    assert [one["server"].partition(":")[0] for one in answer["servers"]] == ["127.0.0.66"] and status == 0
+    status, answer = fleet.run("where", keys=keys, config=config)
+    assert status == 1 and "entries of a directory without TLS are not signed" in answer["servers"][0]["text"]
+    assert all(TOKEN.encode() not in received for received in impostor.received) and impostor.received
+    fleet.run("where", "--unprotected", keys=keys, config=config)
+    assert TOKEN.encode() in impostor.received[-1]
+    # To another host, in the clear. Nobody is there; what counts is that it is not tried.
+    peers = {"type": "peers", "hosts": ["203.0.113.1:9500"], "unprotected": True}
+    config = fleet.write_config("listed.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    from kv_cluster.members import Finder, Reach
+
+    (member,) = Finder([peers], Reach("http", 9400, False)).listed()
+    assert "unencrypted" in member.withheld
+    (member,) = Finder([peers], Reach("https", 9443, False)).listed()
+    assert member.withheld == "" and member.url == "https://203.0.113.1:9443"
+
+
+def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourServers, tmp_path: Path) -> None:
+    keys = prompt("through a proxy", 2)
+    peers = {"type": "peers", "hosts": [fleet.name(0)], **fleet.tls[0]}
+    config = fleet.write_config("proxied.json", {**fleet.settings(0), "tiers": [peers]})
+    others = Authority(tmp_path / "others", create=True).issue(["127.0.0.11"], 1)
+    strange = {f"tls_{kind}_file": str(others / f"{kind}.pem") for kind in ("cert", "key")}
+    port = free_port()
+    for files, is_right in ((fleet.tls[0], True), (fleet.tls[1], False), (strange, False)):
+        proxy = Impostor("127.0.0.11", port, files)
+        try:
+            status, answer = fleet.run("where", "--url", f"https://{{host}}:{port}", keys=keys, config=config)
+        finally:
+            proxy.close()
+        assert status == 1
+        assert (TOKEN.encode() in b"".join(proxy.received)) == is_right
+        assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
+
+
+def test_a_server_that_has_left_one_stream_is_still_in_the_other(fleet: FourServers) -> None:
+    """As one that closed the cache of a format."""
+    with closing(join_at(fleet.servers[0].socket, "g")) as cache:
+        store(cache, prompt("of another format", 1))
+        other = TierContext(CHUNK_BYTES, CHUNK_BYTES, "g").namespace
+        with redis.Redis.from_url(fleet.url) as client:
+            until(lambda: client.xlen(f"kv:directory:{other}"))
+            ((_, fields),) = client.xrevrange(f"kv:directory:{other}", count=1)
+        files = Path(fleet.tls[0]["tls_cert_file"]).parent
+        last = Signatures(security_of(files), other, "test").verified(fields[b"e"])
+        write(fleet, signed(entry_at(last.address, leaves=True, host=last.host), files, other), namespace=other)
+        assert len(fleet.texts("health")) == 4
+
+
+def test_a_name_of_several_servers_is_not_taken_for_one(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, known = socket.getaddrinfo, fleet.name(0)
+
+    def many(host: str, *rest: Any, **more: Any) -> Any:
+        if host != "many.internal":
+            return found(host, *rest, **more)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{number}", fleet.port)) for number in (11, 12)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", many)
+    peers = {"type": "peers", "hosts": [known, f"many.internal:{fleet.peers_port}"], "unprotected": True}
+    config = fleet.write_config("many.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    status, answer = fleet.run("health", config=config)
+    assert status == 1 and [one["done"] for one in answer["servers"]] == [True, False]
+    assert "many.internal has 2 addresses" in answer["servers"][1]["text"]
+
+
+HOSTILE = {
+    "no JSON": answered(b"{"),
+    "of another kind": answered({"package": 5}),
+    "deep": answered(b"[" * 100000),
+    "no HTTP": b"\x00" * 1000,
+    "of no status": b"HTTP/1.1 banana\r\n\r\n",
+    "cut": answered(STATUS)[:-5],
+    "long": answered(b" " * (17 << 20)),
+    "endless headers": b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+    "elsewhere": answered(b"", "302 Found\r\nLocation: http://127.0.0.66:1/"),
+    "a terminal's control": answered({"detail": "\x1b]0;owned\x07" + "x" * 5000}, "409 Conflict"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_a_server_answers_is_shown_in_a_line(fleet: FourServers, impostor: Impostor, kind: str) -> None:
+    peers = {"type": "peers", "hosts": [f"127.0.0.66:{fleet.peers_port}", fleet.name(0)], "unprotected": True}
+    config = fleet.write_config("hostile.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    impostor.answer = HOSTILE[kind]
+    status, answer = fleet.run("health", config=config)
+    good, bad = answer["servers"]
+    assert status == 1 and good["done"] and not bad["done"]
+    assert bad["text"].isprintable() and len(bad["text"]) < 450
+
+
+def test_what_a_server_says_of_itself_is_shown_escaped(fleet: FourServers, impostor: Impostor) -> None:
+    peers = {"type": "peers", "hosts": [f"127.0.0.66:{fleet.peers_port}"], "unprotected": True}
+    config = fleet.write_config("escaped.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
+    impostor.answer = answered({**STATUS, "package": "\x1b[2J" + "y" * 1000})
+    _, answer = fleet.run("health", config=config)
+    assert "\\x1b[2Jyyy" in answer["servers"][0]["text"] and len(answer["servers"][0]["text"]) < 400
+    impostor.answer = answered({**STATUS, "chunks": 10**9, "tiers": {"\x1b": 3}, "fingerprint": "f", "chunk_bytes": 1})
+    status, answer = fleet.run("where", "--unprotected", keys=prompt("lied about", 2), config=config)
+    assert status == 1 and "it says that it holds 1000000000 of 2 chunks" in answer["servers"][0]["text"]
+
+
+def test_the_token_is_a_file_of_ones_own(fleet: FourServers, tmp_path: Path) -> None:
+    keys = prompt("token", 2)
+    token = tmp_path / "token"
+    assert fleet.run("where", "--token-file", str(token), keys=keys)[0] == 2 and not token.exists()
+    token.write_text("another-token-of-some-length")
+    token.chmod(0o644)
+    assert fleet.run("where", "--token-file", str(token), keys=keys)[0] == 2 and "chmod 600" in fleet.said
+    token.chmod(0o600)
+    status, answer = fleet.run("where", "--token-file", str(token), keys=keys)
+    assert status == 1
+    assert all(one["text"].startswith("it has another token") for one in answer["servers"])

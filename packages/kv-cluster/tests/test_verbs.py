@@ -1,0 +1,180 @@
+"""Every verb on four servers that engines use meanwhile: what it says of each is what that server then has."""
+
+import re
+import time
+
+import pytest
+from kv_cluster import client
+from kv_core.keys import keys_in, tenant_tag
+from kv_testing.cache_servers import read, report_of, store
+from kv_testing.fleet import FourServers, Load, prompt
+from kv_testing.wait import until
+
+pytestmark = pytest.mark.usefixtures("load")
+
+
+def test_health_says_how_each_is(fleet: FourServers) -> None:
+    status, answer = fleet.run("health")
+    assert status == 0 and answer["done"] and len(answer["servers"]) == 4
+    for one in answer["servers"]:
+        assert one["text"].startswith("0.1.0, up ") and "pool" in one["text"] and not one["frozen"]
+    assert "disk" in answer["servers"][1]["text"]
+    fleet.post(2, "freeze")
+    try:
+        answers = fleet.run("health")[1]["servers"]
+    finally:
+        fleet.post(2, "freeze/end")
+    assert [one["frozen"] for one in answers] == [False, False, True, False]
+    assert re.search(r"; frozen for [0-9]+ s$", answers[2]["text"])
+    assert "frozen" not in fleet.texts("health", "--servers", fleet.name(2))[2]
+
+
+def test_a_prefix_is_found_replicated_moved_and_cleared(fleet: FourServers) -> None:
+    keys = prompt("whole life", 12)
+    store(fleet.caches[0], keys)
+    store(fleet.caches[1], keys[:5])
+    assert fleet.held(keys) == [12, 5, 0, 0]
+    texts = fleet.texts("where", keys=keys)
+    assert texts[0] == "holds 12 of 12 chunks: 12 in host" and texts[2] == "holds 0 of 12 chunks"
+    # To a named one, which fetches what it lacks only.
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "has fetched 7 chunks, and holds 12"}
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "holds 12 chunks already"}
+    assert fleet.held(keys) == [12, 12, 0, 0]
+    assert read(fleet.caches[1], keys)  # the bytes, too
+    # To as many as are to have it.
+    texts = fleet.texts("replicate", "--copies", "3", keys=keys)
+    assert sorted(fleet.held(keys)) == [0, 12, 12, 12] and len(texts) == 3
+    assert fleet.run("replicate", "--copies", "5", keys=keys)[0] == 1  # there are four, and they have it now
+    assert fleet.held(keys) == [12, 12, 12, 12]
+    # Away from one.
+    moved = ("move", "--from", fleet.name(1), "--to", fleet.name(2))
+    assert fleet.texts(*moved, keys=keys) == {2: "holds 12 chunks already", 1: "dropped 12 chunks"}
+    assert fleet.held(keys) == [12, 0, 12, 12]
+    assert fleet.texts(*moved, keys=keys) == {1: f"holds none of it, and {fleet.name(2)} holds 12 chunks"}
+    assert fleet.texts("replicate", "--to", fleet.name(1), keys=keys) == {1: "has fetched 12 chunks, and holds 12"}
+    # Everywhere.
+    assert set(fleet.texts("clear", keys=keys).values()) == {"cleared 12 leading chunks"}
+    assert fleet.held(keys) == [0, 0, 0, 0]
+    assert fleet.run("replicate", "--to", fleet.name(1), keys=keys)[0] == 1
+    status, answer = fleet.run("move", "--from", fleet.name(1), "--to", fleet.name(2), keys=keys)
+    assert status == 1 and "holds none of it" in answer["servers"][0]["text"]
+
+
+def test_what_only_a_disk_holds_is_found_and_pinned_and_moved(fleet: FourServers) -> None:
+    keys = prompt("on disk", 6)
+    store(fleet.caches[1], keys)
+    fleet.evict(1, keys)
+    assert fleet.texts("where", keys=keys)[1] == "holds 6 of 6 chunks: 6 in disk"
+    assert fleet.texts("move", "--from", fleet.name(1), "--to", fleet.name(2), keys=keys)[1] == "dropped 6 chunks"
+    assert fleet.held(keys) == [0, 0, 6, 0]
+
+
+def test_a_model_with_windows_and_shards_needs_less_of_a_prefix(fleet: FourServers) -> None:
+    digests = [key.digest for key in prompt("hybrid", 8)]
+    keys = keys_in(bytes(16), digests, groups=range(2), shards=range(2), tenant=tenant_tag("salt of acme"))
+    shape = ("--coverages", "all,window:9", "--chunk-tokens", "4", "--world", "2")
+    # A window of nine tokens reaches two chunks back: of the first six, its group is not needed.
+    needed = [key for number, key in enumerate(keys) if key.group == 0 or number >= 4 * 6]
+    store(fleet.caches[0], needed)
+    assert fleet.texts("where", *shape, keys=keys)[0] == "holds 8 of 8 chunks: 8 in host"
+    moved = fleet.texts("move", "--from", fleet.name(0), "--to", fleet.name(1), *shape, keys=keys)
+    assert moved == {1: "has fetched 8 chunks, and holds 8", 0: "dropped 8 chunks"}
+    assert read(fleet.caches[1], needed)
+    assert [text.split()[1] for text in fleet.texts("where", *shape, keys=keys).values()] == ["0", "8", "0", "0"]
+
+
+def test_a_pin_is_of_its_tenant_and_on_those_that_hold_it(fleet: FourServers) -> None:
+    ours, theirs = prompt("pinned", 4), prompt("pinned", 4, "globex")
+    store(fleet.caches[0], ours)
+    store(fleet.caches[3], ours[:2])
+    store(fleet.caches[0], theirs)
+    texts = fleet.texts("pin", "system", keys=ours)
+    assert texts[0] == "pinned 4 of the 4 chunks that it holds" and texts[1] == "holds none of it"
+    assert texts[3] == "pinned 2 of the 2 chunks that it holds"
+    assert fleet.texts("pin", "system", "--servers", fleet.name(0), keys=theirs)[0].startswith("pinned 4")
+    assert len(fleet.pins(0)) == 2 and len(fleet.pins(3)) == 1
+    assert fleet.run("pin", "system", "--servers", fleet.name(1), keys=ours)[0] == 1
+    assert fleet.run("pin", "other", keys=prompt("nobody's", 3))[0] == 1
+    for text in ("unpinned", "has no such pin"):
+        assert fleet.texts("unpin", "system", "--salt", "salt of acme")[0] == text
+    assert len(fleet.pins(0)) == 1 and not fleet.pins(3)
+    fleet.texts("unpin", "system", "--salt", "salt of globex")
+    assert not fleet.pins(0)
+
+
+def test_a_tenant_is_cleared_everywhere_and_no_other_is(fleet: FourServers) -> None:
+    keys, others = prompt("of a tenant", 4), prompt("of a tenant", 4, "initech")
+    for cache in fleet.caches:
+        store(cache, keys)
+        store(cache, others)
+    assert len(fleet.texts("clear", "--tenant", "acme")) == 4
+    assert fleet.held(keys) == [0, 0, 0, 0] and fleet.held(others) == [4, 4, 4, 4]
+    assert fleet.run("clear", "--tenant", "unknown")[0] == 2 and "acme, globex" in fleet.said
+    assert fleet.run("clear")[0] == 2 and fleet.run("clear", "--everything", "--tenant", "acme")[0] == 2
+    assert list(fleet.texts("clear", "--everything", "--servers", f"{fleet.name(0)}")) == [0]
+    assert fleet.held(others) == [0, 4, 4, 4]
+
+
+def test_servers_that_were_all_cleared_read_each_other(fleet: FourServers) -> None:
+    """One that was cleared alone does not: what others have may be older."""
+    keys = prompt("after all was cleared", 4)
+    assert len(fleet.texts("clear", "--everything")) == 4
+    assert len(fleet.texts("clear", "--tenant", "acme")) == 4
+    assert len(fleet.texts("clear", keys=keys)) == 4
+    store(fleet.caches[1], keys)
+    for number in (0, 2, 3):
+        assert fleet.texts("replicate", "--to", fleet.name(number), keys=keys)[number].startswith("has fetched 4")
+    fleet.texts("clear", "--servers", fleet.name(0), keys=keys)
+    status, answer = fleet.run("replicate", "--to", fleet.name(0), "--timeout", "1", keys=keys)
+    assert status == 1 and answer["servers"][0]["text"].startswith("holds 0 of 4 chunks, and can fetch no more")
+    fleet.texts("clear", "--everything")
+
+
+def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load: Load) -> None:
+    keys = prompt("leaves", 6)
+    store(fleet.caches[3], keys)
+    text = fleet.texts("drain", fleet.name(3), "--timeout", "20")[3]
+    assert text.startswith("drained: of ") and "refused" not in text
+    assert sum(fleet.held(keys)[:3]) >= 6
+    assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
+    other = prompt("comes late", 3)
+    store(fleet.caches[0], other)
+    status, answer = fleet.run("replicate", "--to", fleet.name(3), keys=other)
+    assert status == 1 and answer["servers"][0]["text"] == "it is being drained, and takes nothing new"
+    assert fleet.texts("drain", fleet.name(3), "--end") == {3: "stores as before"}
+    assert fleet.texts("replicate", "--to", fleet.name(3), keys=other)[3].startswith("has fetched 3")
+    rounds = list(load.rounds)
+    assert min(rounds) > 1 and report_of(fleet.servers[0].socket).frozen is False
+
+
+def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:
+    keys = prompt("options", 2)
+    assert fleet.run("where")[0] == 2 and "--keys" in fleet.said
+    assert fleet.run("health", "--servers", "kv-z")[0] == 1 and "no server is called 'kv-z'" in str(
+        fleet.run("health", "--servers", "kv-z")
+    )
+    assert fleet.run("health", "--url", "http://elsewhere:1")[0] == 2 and "{host}" in fleet.said
+    assert fleet.run("replicate", keys=keys)[0] == 2
+    assert fleet.run("where", keys=[*keys, *prompt("options", 1, "globex")])[0] == 2 and "several tenants" in fleet.said
+    assert fleet.run("where", "--coverages", "all,all", keys=keys[:1])[0] == 2 and "whole chunks" in fleet.said
+    assert fleet.run("where", "--coverages", "most", keys=keys)[0] == 2
+    assert fleet.run("health", "--timeout", "0")[0] == 2
+
+
+def test_a_server_that_hangs_delays_no_other_and_is_named(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = prompt("with one that hangs", 4)
+    for cache in fleet.caches:
+        store(cache, keys)
+    monkeypatch.setattr(client, "ANSWER_S", 1.0)
+    began_s = time.monotonic()
+    with fleet.stopped(3):
+        status, answer = fleet.run("clear", keys=keys)
+        assert time.monotonic() - began_s < 10
+        texts = fleet.by_number(answer)
+        assert status == 1 and [one["done"] for one in answer["servers"]] == [True, True, True, False]
+        assert texts[0] == "cleared 4 leading chunks" and texts[3].startswith("no answer from http://127.0.0.14")
+        assert fleet.held(keys) == [0, 0, 0, -1]
+    until(lambda: fleet.run("health")[0] == 0)
+    assert fleet.held(keys) == [0, 0, 0, 4]
+    assert fleet.texts("clear", keys=keys)[3] == "cleared 4 leading chunks"
+    assert fleet.held(keys) == [0, 0, 0, 0]
