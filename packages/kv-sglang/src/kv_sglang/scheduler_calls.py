@@ -382,7 +382,7 @@ def _around_arrival(call: Any) -> Any:
         for pages in list(_REQUESTS):
             try:
                 params = req.sampling_params.custom_params
-                hashes = functools.partial(hashes_of, req, self.tree_cache)
+                hashes = functools.cache(functools.partial(hashes_of, req, self.tree_cache))
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
                 pages.note(
                     str(req.rid),
