@@ -175,8 +175,8 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
         calls.append(["get", *names.hashes[first : first + len(slots)]])
         return ""
 
-    def release_pages(hashes: Sequence[str], *, given_by: str) -> None:
-        calls.append(["need not", *hashes, given_by])
+    def release_pages(names: Names, pages: int, *, given_by: str) -> None:
+        calls.append(["need not", *names.hashes[:pages], given_by])
 
     exchange = SimpleNamespace(get=get, release_pages=release_pages)
     ours, metadata = KVManager.__new__(KVManager), ctypes.create_string_buffer(1)
@@ -335,7 +335,7 @@ def test_pages_that_nobody_will_read_are_let_go(
     ours, incoming = decoding(attempt=FIRST)
     ours._reads_together, ours._releases_holds, incoming.given_by = reads_together, says_taken, "theirs"
     let_go: list[tuple[Sequence[str], str]] = []
-    exchange = SimpleNamespace(release_pages=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
+    exchange = SimpleNamespace(release_pages=lambda names, *, given_by: let_go.append((names.hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
     monkeypatch.setattr(transfer.CommonKVReceiver, ends, lambda _receiver: None)
     receiver = transfer.KVReceiver.__new__(transfer.KVReceiver)

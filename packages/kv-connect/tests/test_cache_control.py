@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_connect.cache_control import CacheControlMiddleware
+from kv_connect.cache_control import RETAIN_S, CacheControlMiddleware, Engine
 from kv_core.asgi import Message, Receive, Scope, Send
 
 MARK = {"type": "ephemeral"}
 HOUR = MARK | {"ttl": "1h"}
 
 
-def passed(body: bytes, path: str = "/v1/messages", *, pieces: int = 1, method: str = "POST") -> tuple[bytes, int]:
-    """The body that the engine gets, and the length that its header says."""
-    got: list[tuple[bytes, int]] = []
+def passed(
+    body: bytes, path: str = "/v1/messages", *, pieces: int = 1, method: str = "POST", engine: Engine = "vllm"
+) -> tuple[bytes, Any]:
+    """The body that the engine gets, and what its scope says that marks ask for."""
+    got: list[tuple[bytes, int, Any]] = []
     size = -(-len(body) // pieces) or 1
     parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
     messages = [
@@ -29,18 +31,18 @@ def passed(body: bytes, path: str = "/v1/messages", *, pieces: int = 1, method: 
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    async def engine(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         taken = bytearray()
         while (message := await receive())["type"] == "http.request":
             taken += message["body"]
-        got.append((bytes(taken), int(dict(scope["headers"])[b"content-length"])))
+        got.append((bytes(taken), int(dict(scope["headers"])[b"content-length"]), scope.get(RETAIN_S)))
 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(CacheControlMiddleware(engine)(scope, receive, send))
-    ((taken, length),) = got
+    asyncio.run(CacheControlMiddleware(app, engine)(scope, receive, send))
+    ((taken, length, seconds),) = got
     assert length == len(taken)
-    return taken, length
+    return taken, seconds
 
 
 def retained(request: dict[str, Any]) -> object:
@@ -91,6 +93,12 @@ def test_what_a_request_says_itself_is_kept() -> None:
 def test_what_is_no_request_of_ours_passes_as_it_came(noise: bytes, pieces: int) -> None:
     for body in (noise, b'"cache_control"' + noise, b'["cache_control", 1]', b"[" * 3000 + b'"cache_control"'):
         assert passed(body, pieces=pieces)[0] == body
+
+
+def test_sglang_gets_the_body_as_it_came_and_the_time_beside_it() -> None:
+    for request, seconds in (({"system": [text("rules", HOUR)], "messages": []}, 3600), ({"system": "rules"}, None)):
+        body = json.dumps(request).encode()
+        assert passed(body, engine="sglang") == (body, seconds)
 
 
 def test_only_endpoints_with_prompts_are_read() -> None:

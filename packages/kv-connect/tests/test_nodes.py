@@ -275,7 +275,7 @@ def test_an_agent_that_raises_has_nothing() -> None:
     assert [world.lookup(keys, holder).chunks for holder in "ab"] == [0, 0]
 
 
-def test_clearing_and_what_was_taken_reach_all_nodes() -> None:
+def test_clearing_and_what_was_taken_or_ended_a_turn_reach_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     keys = prompt(4, world.shape)
     for node in range(2):
@@ -285,6 +285,12 @@ def test_clearing_and_what_was_taken_reach_all_nodes() -> None:
     world.nodes.received(keys)
     world.step()
     assert [cache.holds.chunks for cache in world.caches] == [0, 0]
+    told: list[Sequence[ChunkKey]] = []
+    for cache in world.caches:
+        monkeypatch.setattr(cache, "turn_ended", told.append)
+    world.nodes.turn_ended(keys)
+    world.step()
+    assert told == [world.here(node, keys) for node in range(2)]
     world.nodes.clear()
     world.step()
     assert [cache.counts().chunks_resident for cache in world.caches] == [0, 0]

@@ -205,6 +205,9 @@ class Bench:
             self.policy.extended(keys, slots)
         return slots
 
+    def end_turn(self, prompt: list[ChunkKey]) -> None:
+        self.policy.turn_ended(prompt, [self.slot_of[key] for key in prompt if key in self.slot_of])
+
     def restart(self, policy: EvictionPolicy) -> None:
         """Have a new policy adopt what is here, one by one as from a named pool."""
         self.policy = policy
@@ -235,10 +238,12 @@ def no_follower_is_left(bench: Bench, slot: int) -> None:
 @settings(deadline=None, max_examples=60)
 def test_no_head_leaves_before_its_tail(name: str, prompts: list[list[ChunkKey]]) -> None:
     bench = Bench(make_order(name, 12), 12, no_follower_is_left)
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         bench.ask(prompt)
         bench.store(prompt[: len(prompt) // 2])
         bench.store(prompt)
+        if number % 2:
+            bench.end_turn(prompt)
     # Nothing is lost: what is resident can all be offered, once each.
     offered = []
     while (slot := bench.policy.victim()) is not None:
@@ -264,6 +269,8 @@ def test_chunks_forgotten_and_processes_restarted_confuse_nobody(
             bench.policy.removed(slot)
             del bench.slot_of[bench.key_at.pop(slot)]
             bench.free.append(slot)
+        if number % 2:
+            bench.end_turn(prompt)
     offered = []
     while (slot := bench.policy.victim()) is not None:
         offered.append(slot)
@@ -431,6 +438,23 @@ def test_what_is_new_is_stored_again_after_the_working_set_has_changed() -> None
     assert before.hit_ratio > 0.4, "it refuses by now"
     both = simulate([*loop, *later], [TierPlan("host", 256, "prefix")], warm_up=(len(loop) + 240) / len(loop + later))
     assert both.hit_ratio > 0.95
+
+
+def test_it_learns_that_who_has_ended_a_turn_does_not_come_back_as_soon() -> None:
+    """Two new sessions at a time, of which one calls a tool and comes back. Nothing else tells them apart."""
+    prompts: list[list[ChunkKey]] = []
+    ends: list[bool] = []
+    for number in range(600):
+        prompts += [key_chain(8, branch=f"tool {number}"), key_chain(8, branch=f"user {number}")]
+        ends += [False, True]
+        if number >= 26:
+            prompts.append([*key_chain(8, branch=f"tool {number - 26}"), *key_chain(1, branch=f"answer {number}")])
+            ends.append(True)
+    plans = [TierPlan("host", 256, "prefix")]
+    untold, told = simulate(prompts, plans), simulate(prompts, plans, turn_ends=ends)
+    assert told.saved_ratio > 1.2 * untold.saved_ratio
+    lru = [TierPlan("host", 256, "lru")]
+    assert simulate(prompts, lru, turn_ends=ends).saved_s == simulate(prompts, lru).saved_s
 
 
 def test_a_tier_that_cannot_refuse_is_never_ordered_by_refusing() -> None:

@@ -284,6 +284,23 @@ def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "No such file" in capsys.readouterr().err
 
 
+def test_a_policy_is_told_by_the_stops_of_a_trace_if_it_has_them(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"hash_ids": [number, -number - 1], "stop": "end_turn" if number % 3 else "tool_use"} for number in range(9)
+    ]
+    (tmp_path / "stops.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_trace(str(tmp_path / "stops.jsonl")).turn_ends == [bool(number % 3) for number in range(9)]
+    assert read_trace(small).turn_ends == []
+    words = ["--capacity", "3", "--policy", "prefix,prefix+stops", "--json"]
+    assert main(["sim", str(tmp_path / "stops.jsonl"), *words]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["policy"] for row in rows] == ["prefix", "prefix+stops"]
+    assert main(["sim", small, *words]) == 2
+    assert "does not say why answers ended (stop); leave out +stops" in capsys.readouterr().err
+
+
 def test_a_plot_is_drawn(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "hits.svg"

@@ -55,6 +55,7 @@ REQUESTS: list[wire.Request] = [
     wire.Release(7, True),
     wire.Forget(KEYS),
     wire.Received(KEYS),
+    wire.TurnEnded(KEYS),
     wire.End("holder"),
     wire.Clear(),
     wire.Counts(),

@@ -197,7 +197,7 @@ def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does
     assert prefill.exchange.put(named, 2, slots(3), always) == ""
     assert decode.exchange.get(named, 2, slots(1), always, threading.Lock()) == ""
     assert cache.holds.chunks == 2
-    decode.exchange.release_pages(named.hashes[:2])
+    decode.exchange.release_pages(named, 2)
     assert cache.holds.chunks == 0
 
 

@@ -13,6 +13,7 @@ from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
+from kv_core.keys import NO_TENANT, tenant_tag
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import DoneEvent
 from kv_server.process import launch
@@ -606,6 +607,30 @@ def test_pages_are_found_and_stored_as_their_request_says(make_pool: MakePool, r
         assert store.held(names) == 0
         say(0, 6, tiers=["near"])
         assert store.held(names) == 2
+    finally:
+        cache.close()
+
+
+def test_pages_have_their_tenants_tag_and_its_share_of_the_pool(make_pool: MakePool) -> None:
+    """Generated pages too, which no request has named. Pages of others take no room from them."""
+    tag = tenant_tag("a's")
+    cache = Cache(pages=12)
+    requests = RequestPages("auto", PAGE, lambda: ("host",))
+    names, others = hashes(5), hashes(8, "others")
+    try:
+        store = cache.attach(make_pool("mha", "page_first"), requests=requests)
+        (inner,) = cache.opened.values()
+        inner.admin.set_quota(tag, 5 * inner.pool.slot_bytes)
+        requests.note("r", None, 3 * PAGE, lambda: names[:3], salt="a's")
+        assert store.write(names[:3], slots(0, 1, 2)) == [True] * 3
+        assert store.write(names[3:], slots(3, 4), names[:3]) == [True] * 2
+        assert store.write(others, slots(*range(6), 0, 1))[:7] == [True] * 7
+        requests.note("r", None, 5 * PAGE, lambda: names, salt="a's")
+        assert {key.tenant for key in store.keys(names)} == {tag}
+        assert store.held(names) == 5 and store.read(names, slots(*range(5))) == [True] * 5
+        requests.note("r", None, 5 * PAGE, lambda: names, salt="")
+        assert store.held(names) == 0
+        assert {key.tenant for key in store.keys(others)} == {NO_TENANT}
     finally:
         cache.close()
 

@@ -135,8 +135,8 @@ def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         pages.note(tags={"a": "b"}, min_load_tokens=5, tiers=["dsk"])
-    (line,) = caplog.messages
-    assert line.startswith("request req-7: custom_params: tags is not supported by this engine; nothing of this")
+    line, tagged = caplog.messages
+    assert tagged.startswith("request req-7: its tags are in no page's name, so nothing of it is loaded or stored")
     assert "min_load_tokens is not supported by this engine; it is ignored" in line
     assert "there is no tier 'dsk'" in line
     assert pages.pages.of(hashes(PROMPT)) == [Controls(save_decode=True, load=False, store=False, tiers=())] * 4

@@ -50,7 +50,7 @@ class DictService:
     hold_s, retain_s: what `begin_store` was called with, in order.
     tiers_read, tiers_written: the tiers that `lookup` and `begin_store` were called with, in order.
     tiers: their names.
-    received_keys: what `received` was called with, in order.
+    received_keys: what `received` was called with, in order. ended_keys: the same of `turn_ended`.
     lease_s: its leases do not expire, whatever this says.
     """
 
@@ -71,6 +71,7 @@ class DictService:
     tiers_written: list[Sequence[str] | None] = field(default_factory=list)
     tiers: tuple[str, ...] = (POOL,)
     received_keys: list[list[ChunkKey]] = field(default_factory=list)
+    ended_keys: list[list[ChunkKey]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def lookup(
@@ -155,6 +156,9 @@ class DictService:
 
     def received(self, keys: Sequence[ChunkKey]) -> None:
         self.received_keys.append(list(keys))
+
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        self.ended_keys.append(list(keys))
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

@@ -269,6 +269,11 @@ class ServiceMachine(RuleBasedStateMachine):
         self.service.forget(keys)
         self.model.forget(keys)
 
+    @rule(keys=keys)
+    def turn_ended(self, keys: list[ChunkKey]) -> None:
+        """A hint, which changes nothing that is found."""
+        self.service.turn_ended(keys)
+
     @rule(holder=holders)
     def end(self, holder: str) -> None:
         self.service.end(holder)

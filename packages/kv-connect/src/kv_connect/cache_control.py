@@ -2,6 +2,8 @@
 
     vllm serve MODEL --middleware kv_connect.cache_control.CacheControlMiddleware …
 
+SGLang's server has it with `python -m kv_sglang flags --cache-control`.
+
 Clients such as coding agents mark what will be sent again, with a time to live of five minutes or an hour. Engines
 ignore the marks. Here a request that has any is retained for the longest of their times, as far as its tenant's share
 of the pool allows (docs/requests.md): all of its prompt, because what follows a mark costs little beside it. A request
@@ -10,22 +12,27 @@ that says `retain_s` itself, one without marks, and one that is not JSON pass as
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kv_core.asgi import App, Receive, Scope, Send, endpoint_of, read_body, replay, with_length
 
+Engine = Literal["vllm", "sglang"]
 _ENDPOINTS: Final = ("/v1/messages", "/v1/chat/completions", "/v1/completions")
 _SECONDS: Final = {None: 300, "5m": 300, "1h": 3600}
 """By `ttl`, of which Anthropic has these two."""
 _FIELD: Final = "kv_transfer_params"
 _OPTIONS: Final = "kv_tiers"
+RETAIN_S: Final = "kv_tiers.retain_s"
+"""In the scope of a request to SGLang, whose endpoint for Anthropic's messages drops all fields that it does not know:
+what the marks ask for, for the plugin to read where requests enter (`kv_sglang.plugin`)."""
 
 
 class CacheControlMiddleware:
-    """An ASGI application in front of vLLM's."""
+    """An ASGI application in front of the engine's."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, engine: Engine = "vllm") -> None:
         self._app = app
+        self._is_vllm = engine == "vllm"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not endpoint_of(scope, _ENDPOINTS):
@@ -34,26 +41,34 @@ class CacheControlMiddleware:
         body = await read_body(receive)
         if body is None:
             return
-        if b'"cache_control"' in body:
-            body = _retained(body)
+        if request := _marked(body):
+            seconds = max(_times(request), default=0)
+            if not self._is_vllm:
+                scope = {**scope, RETAIN_S: seconds}
+            elif (params := retained(request.get(_FIELD), seconds)) is not None:
+                body = json.dumps(request | {_FIELD: params}).encode()
         await self._app(with_length(scope, body), replay(body, receive), send)
 
 
-def _retained(body: bytes) -> bytes:
-    """The body with what its marks ask for in the engine's terms."""
+def retained(params: object, seconds: int) -> dict[str, Any] | None:
+    """A request's options for connectors, with `retain_s`. None: they stay as they are, because there is nothing to
+    retain, they say it themselves, or the engine has to say what is wrong with them."""
+    params = params or {}
+    options = params.get(_OPTIONS, {}) if isinstance(params, dict) else None
+    if not seconds or not isinstance(params, dict) or not isinstance(options, dict) or "retain_s" in options:
+        return None
+    return {**params, _OPTIONS: {**options, "retain_s": seconds}}
+
+
+def _marked(body: bytes) -> dict[str, Any]:
+    """The request, if it may have marks."""
+    if b'"cache_control"' not in body:
+        return {}
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # the engine says what is wrong with it
-    if not isinstance(request, dict):
-        return body
-    params = request.get(_FIELD) or {}
-    options = params.get(_OPTIONS, {}) if isinstance(params, dict) else None
-    seconds = max(_times(request), default=0)
-    if not seconds or not isinstance(options, dict) or "retain_s" in options:
-        return body
-    request[_FIELD] = {**params, _OPTIONS: {**options, "retain_s": seconds}}
-    return json.dumps(request).encode()
+        return {}  # the engine says what is wrong with it
+    return request if isinstance(request, dict) else {}
 
 
 def _times(request: dict[str, Any]) -> Iterator[int]:

@@ -84,7 +84,14 @@ class PromptTaken:
     prompt: PromptKeys
 
 
-ToNode = Question | Renew | End | PromptTaken | Clear
+@dataclass(frozen=True, slots=True)
+class PromptEnded:
+    """See `CacheService.turn_ended`."""
+
+    prompt: PromptKeys
+
+
+ToNode = Question | Renew | End | PromptTaken | PromptEnded | Clear
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +250,8 @@ class _Query:
 class NodesCache:
     """A `CacheService`. Not thread-safe: it belongs to the scheduler's thread.
 
-    Lookups, promises, `received` and `clear` are for all nodes; everything else is for this one, as each worker has its
-    own node's cache.
+    Lookups, promises, `received`, `turn_ended` and `clear` are for all nodes; everything else is for this one, as each
+    worker has its own node's cache.
     """
 
     def __init__(self, local: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
@@ -360,6 +367,11 @@ class NodesCache:
         self._local.received(self._keys_here(keys))
         if keys:
             self._to_send.append(PromptTaken(PromptKeys.of(keys, self._keys_per_chunk)))
+
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        self._local.turn_ended(self._keys_here(keys))
+        if keys:
+            self._to_send.append(PromptEnded(PromptKeys.of(keys, self._keys_per_chunk)))
 
     def clear(self) -> None:
         self._local.clear()
@@ -508,6 +520,8 @@ class NodeAgent:
                 cache.end(holder)
             case PromptTaken(prompt):
                 cache.received(prompt.keys(len(shape.groups), self._shards))
+            case PromptEnded(prompt):
+                cache.turn_ended(prompt.keys(len(shape.groups), self._shards))
             case Clear():
                 cache.clear()
         return []

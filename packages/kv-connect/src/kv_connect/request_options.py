@@ -144,6 +144,18 @@ def chosen(
     return controls if hints is None else _follow(controls, read_hints(hints))
 
 
+def root_of(tags: object) -> bytes:
+    """The root of the chain of a request with these tags; empty if there are none.
+
+    Raises:
+        InputError: they are invalid.
+    """
+    try:
+        return _ROOTS.root(tags=msgspec.convert(tags, _OPTIONS["tags"]))
+    except msgspec.ValidationError as error:
+        raise InputError(in_words(error)) from None
+
+
 def _follow(controls: Controls, hints: Hints) -> Controls:
     """What the hints ask for as controls, with their outcomes."""
     outcomes = []

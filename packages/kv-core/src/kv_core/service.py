@@ -289,6 +289,11 @@ class CacheService(Protocol):
         `begin_store` put on them, here and on other hosts. A hint: if it is lost, the holds end by their deadline.
         """
 
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        """A request with this prompt was answered without a call of a tool, so the next one comes when its user has
+        read. A hint for the pool's policy, which takes others to come back within seconds.
+        """
+
     def clear(self) -> None:
         """Forget every chunk, as `forget` does."""
 

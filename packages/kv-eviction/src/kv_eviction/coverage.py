@@ -108,6 +108,9 @@ class CoveragePolicy:
             self.policy.extended(keys, slots)
         self._recent.extended((), recent[::-1])
 
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self.policy.turn_ended(keys, [slot for slot in slots if slot not in self.bounded_slots])
+
     def removed(self, slot: int) -> None:
         if slot < len(self._last_use):
             self._last_use[slot] = 0

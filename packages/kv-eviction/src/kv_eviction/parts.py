@@ -48,6 +48,9 @@ class PartsPolicy:
         for step, step_keys, step_slots in self._by_step(keys, slots):
             self._orders[step].extended(step_keys, step_slots)
 
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        return None  # only the pool is told
+
     def removed(self, slot: int) -> None:
         self._orders[self._step_of.pop(slot, 0)].removed(slot)
 

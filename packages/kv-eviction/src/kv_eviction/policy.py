@@ -32,6 +32,12 @@ class EvictionPolicy(Protocol):
         in many pieces causes many calls. Excluded chunks may be among them.
         """
 
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The request with this prompt, of which the leading chunks are held in `slots`, was answered without a call of
+        a tool: its user reads, who may take minutes or never come back. What is not told may end in either way.
+        """
+        return
+
     def removed(self, slot: int) -> None:
         """The chunk has left, by eviction or otherwise. It may have been excluded."""
 

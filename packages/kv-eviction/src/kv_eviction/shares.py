@@ -248,6 +248,10 @@ class Shares:
         for share, share_keys, share_slots in self._by_share_of_prompt(keys, slots):
             share.policy.extended(share_keys, share_slots)
 
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for share, share_keys, share_slots in self._by_share_of_prompt(keys, slots):
+            share.policy.turn_ended(share_keys, share_slots)
+
     def removed(self, slot: int) -> None:
         self.at(slot).policy.removed(slot)
 

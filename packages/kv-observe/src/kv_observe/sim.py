@@ -104,9 +104,11 @@ def simulate(
     progress: Progress | None = None,
     cost: PrefillCost = _COST,
     chunk_tokens: int = 512,
+    turn_ends: Sequence[bool] = (),
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first.
 
+    turn_ends: of each request, whether the first tier's policy is told that it ended its user's turn; empty: of none.
     progress: called after each request with the number done.
 
     Raises:
@@ -121,6 +123,8 @@ def simulate(
             served = Served([tier.start_counting() for tier in tiers])
         served.add(len(prompt), _count_hits(prompt, tiers), cost, chunk_tokens)
         evicted = tiers[0].store(prompt)
+        if turn_ends and turn_ends[number]:
+            tiers[0].turn_ended(prompt)
         for tier in tiers[1:]:
             evicted = [key for run in _runs(evicted, parent_of) for key in tier.take(run, parent_of)]
         if progress is not None:
@@ -221,6 +225,9 @@ class _Tier:
         self.counts.chunks_stored += len(keys)
         self.counts.chunks_evicted += len(evicted)
         return evicted
+
+    def turn_ended(self, prompt: Sequence[ChunkKey]) -> None:
+        self._policy.turn_ended(prompt, self.residency.leading(prompt))
 
     def take(self, run: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[ChunkKey]:
         """Store what the tier above evicted, after the chunks of the same prompt that are here. Returns what that

@@ -44,6 +44,7 @@ to the next.
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
 _OPT = "opt"
+_STOPS = "+stops"
 _CHUNK_TOKENS = 512
 _MAX_CHUNK_TOKENS = 1 << 20
 _DEFAULT_KV = "128KiB"
@@ -73,7 +74,8 @@ def register(commands: Any) -> None:
         "--policy",
         default=DEFAULT_POLICY,
         metavar="NAME[,…]",
-        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY})",
+        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY}); {DEFAULT_POLICY}{_STOPS}: told which "
+        "answers called no tool, as by vLLM, for a trace with stop",
     )
     parser.add_argument(
         "--below",
@@ -127,11 +129,13 @@ def _sim(args: argparse.Namespace) -> int:
     policies = list(dict.fromkeys(args.policy.split(",")))
     for name in policies:
         if name != _OPT:
-            make_policy(name, 1)  # refuse unknown policies before the trace is read
+            make_policy(name.removesuffix(_STOPS), 1)  # refuse unknown policies before the trace is read
     warm_up = _part(args.warm_up, "--warm-up")
     trace = read_trace(args.trace)
     if trace.half_lines:
         say(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
+    if not trace.turn_ends and any(name.endswith(_STOPS) for name in policies):
+        raise InputError(f"{args.trace} does not say why answers ended (stop); leave out {_STOPS}")
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
     lower = [_below(text, trace, chunk_bytes) for text in args.below]
@@ -150,10 +154,11 @@ def _sim(args: argparse.Namespace) -> int:
                 best = optimum(trace.prompts, capacity, warm_up=warm_up, cost=prefill, chunk_tokens=chunk_tokens)
                 runs.append(_Run(policy, capacity, best))
             else:
-                plans = [TierPlan("host", capacity, policy), *lower]
+                plans = [TierPlan("host", capacity, policy.removesuffix(_STOPS)), *lower]
                 served = simulate(
                     trace.prompts, plans,
                     warm_up=warm_up, progress=clock.progress, cost=prefill, chunk_tokens=chunk_tokens,
+                    turn_ends=trace.turn_ends if policy.endswith(_STOPS) else (),
                 )  # fmt: skip
                 runs.append(_Run(policy, capacity, served))
             clock.finish(len(trace.prompts))
@@ -191,12 +196,13 @@ def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dic
     span = "" if trace.span_s is None else f" in {trace.span_s:.0f} s"
     say(f"{trace.name}: {len(trace.prompts)} requests{span}, {trace.chunks_unique} unique chunks", end="")
     say(f" of {spelled(chunk_bytes)}: {spelled(trace.chunks_unique * chunk_bytes)}")
-    say(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9} {'saved':>7}", end="")
+    width = max(8, *(len(run.policy) for run in runs))
+    say(f"{'policy':<{width}} {'chunks':>9} {'share':>7} {'hit ratio':>9} {'saved':>7}", end="")
     say(f"  {'tier':<8} {'hit ratio':>9} {'read':>10} {'in':>9} {'written':>10} {'in':>9}")
     for run in runs:
         share = run.capacity_chunks / trace.chunks_unique
         say(
-            f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%}",
+            f"{run.policy:<{width}} {run.capacity_chunks:>9} {share:>7.2%}",
             f"{run.served.hit_ratio:>9.4f} {run.served.saved_ratio:>7.4f}",
             end="",
         )
@@ -206,7 +212,7 @@ def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dic
         for place, tier in enumerate(run.served.tiers):
             cost = _Cost.of(tier, chunk_bytes, gbps)
             ratio = tier.chunks_hit / max(1, run.served.chunks_asked)
-            say(" " * 44 if place else "", end="")
+            say(" " * (36 + width) if place else "", end="")
             say(f"  {tier.name:<8} {ratio:>9.4f} {spelled(cost.bytes_read):>10} {cost.read_s:>7.1f} s", end="")
             say(f" {spelled(cost.bytes_written):>10} {cost.write_s:>7.1f} s")
 

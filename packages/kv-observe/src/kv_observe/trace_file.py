@@ -1,7 +1,8 @@
 """Traces: the prompts of requests in order, as chains of chunk keys. Two formats, either of them gzipped or not.
 
 Mooncake's (FAST 2025): one JSON object per line with `hash_ids`, chained ids of the prompt's blocks, and `timestamp` in
-milliseconds. `observe.record` writes the same, after a line that states how many tokens and bytes a chunk has:
+milliseconds; perhaps with `stop`, Anthropic's reason why the answer ended. `observe.record` writes the same, after a
+line that states how many tokens and bytes a chunk has:
 
     {"kv_trace": 1, "chunk_tokens": 256, "chunk_bytes": 33554432, "keys_per_chunk": 1}
 
@@ -25,7 +26,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +46,8 @@ TRACE_VERSION: Final = 1
 """Version of the format of `observe.record`. The meaning of a version never changes."""
 _FORMAT: Final = '{"kv_trace"'
 _UTF8: Final = "utf-8-sig"  # without the mark that some editors put first, which would be taken for a chunk
+_TURN_ENDED: Final = "end_turn"
+"""The `stop` of a request whose answer calls no tool; of others, such as `tool_use`, nothing is told."""
 _ID: Final = re.compile(r"[\w-]+")
 _LATEST: Final = sys.float_info.max
 """JSON has integers that no float can hold, and Python reads NaN and Infinity there and in plain traces."""
@@ -56,6 +59,7 @@ class Trace:
     span_s: from the first to the last, if known.
     chunk_tokens, chunk_bytes: as stated by the trace; 0 if not.
     half_lines: how many lines were left out because they are incomplete.
+    turn_ends: of each request, whether its answer ended its user's turn; empty if the trace does not say.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Trace:
     chunk_tokens: int = 0
     chunk_bytes: int = 0
     half_lines: int = 0
+    turn_ends: list[bool] = field(default_factory=list)
 
 
 def read_trace(path: str) -> Trace:
@@ -77,6 +82,7 @@ def read_trace(path: str) -> Trace:
     key_of: dict[str, ChunkKey] = {}
     parent_of: dict[ChunkKey, ChunkKey | None] = {}
     prompts: list[list[ChunkKey]] = []
+    stops: list[object] = []
     first_s = last_s = None
     sizes: tuple[int, int] | None = None
     half_lines = 0
@@ -96,7 +102,7 @@ def read_trace(path: str) -> Trace:
             continue
         if half_format is not None:
             _sizes(*half_format)  # which is an error: what follows may be of another format
-        ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
+        ids, at_s, stop = _mooncake(line, where) if line.startswith("{") else (*_plain(line, where), None)
         if not ids:
             raise InputError(f"{where}: a request without chunks; delete the line")
         if len(set(ids)) < len(ids):
@@ -113,10 +119,12 @@ def read_trace(path: str) -> Trace:
         if at_s is not None:
             first_s, last_s = at_s if first_s is None else first_s, at_s
         prompts.append(prompt)
+        stops.append(stop)
     if not prompts:
         raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
-    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines)
+    turn_ends = [stop == _TURN_ENDED for stop in stops] if any(stops) else []
+    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines, turn_ends)
 
 
 def trace_key(id_: str) -> ChunkKey:
@@ -174,7 +182,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}:{number + 1}: not UTF-8 text; give a trace as JSON lines or plain text") from None
 
 
-def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
+def _mooncake(line: str, where: str) -> tuple[list[str], float | None, object]:
     request = _json_object(line, where)
     ids = request.get("hash_ids")
     if not isinstance(ids, list) or any(type(chunk) is not int for chunk in ids):
@@ -182,7 +190,7 @@ def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
     at_ms = request.get("timestamp")
     if at_ms is not None and not (type(at_ms) in (int, float) and abs(at_ms) <= _LATEST):
         raise InputError(f"{where}: timestamp must be a number of milliseconds, such as 1500")
-    return list(map(str, ids)), None if at_ms is None else at_ms / 1000
+    return list(map(str, ids)), None if at_ms is None else at_ms / 1000, request.get("stop")
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:

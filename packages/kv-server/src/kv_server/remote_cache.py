@@ -352,6 +352,11 @@ class RemoteCache:
             for at in range(0, 0 if self._closed else len(keys), wire.MAX_KEYS):
                 self._link.tell(wire.Received(wire.pack_keys(keys[at : at + wire.MAX_KEYS])))
 
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            if keys and not self._closed:
+                self._link.tell(wire.TurnEnded(wire.pack_keys(keys[: wire.MAX_KEYS])))
+
     def clear(self) -> None:
         with self._lock:
             if self._ask(wire.Clear(), wire.Done) is None:

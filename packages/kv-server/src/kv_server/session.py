@@ -154,6 +154,9 @@ class Session:
             case wire.Received(keys):
                 self.cache.received(keys.unpack())
                 return None
+            case wire.TurnEnded(keys):
+                self.cache.turn_ended(keys.unpack())
+                return None
             case wire.Clear():
                 self.cache.clear()
             case wire.Counts():

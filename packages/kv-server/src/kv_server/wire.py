@@ -25,7 +25,7 @@ from kv_server.report import DirectoryState, Registration, ReloadReport, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 12
+VERSION: Final = 13
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -257,6 +257,12 @@ class Received(Message, tag="received"):
     keys: Keys
 
 
+class TurnEnded(Message, tag="turn_ended"):
+    """Chunks of a prompt. Not answered."""
+
+    keys: Keys
+
+
 class Clear(Message, tag="clear"):
     pass
 
@@ -272,7 +278,7 @@ class ChangesSince(Message, tag="changes_since"):
 
 
 Watched = Allocated | MeasuredSamples
-Stored = BeginStore | Commit | Release | Forget | Received
+Stored = BeginStore | Commit | Release | Forget | Received | TurnEnded
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
 Operation = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
 Request = Hello | Register | Unregister | Registered | Operation | Verb

@@ -21,10 +21,13 @@ from kv_tiers.settings import Setting, Settings, load
 
 from kv_sglang import TESTED
 
+CACHE_CONTROL: Final = "cache_control"
+"""The entry of the extra config that puts `kv_connect.cache_control` in front of SGLang's server."""
 SGLANG_TAKES: Final = frozenset(
-    ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path")
+    ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path", CACHE_CONTROL)
 )
-"""Entries of the extra config that are meant for SGLang, which adds the last one for any backend."""
+"""Entries of the extra config that are no settings: SGLang's, which adds `file_storage_path` for any backend, and that
+of our plugin."""
 _EXAMPLE: Final = """\
 example, with eval because the arguments are quoted for a shell:
   eval python -m sglang.launch_server --model-path MODEL \\
@@ -120,6 +123,9 @@ def main(
             "only lower tiers have are a miss the first time; experimental"
         ),
     )
+    flags.add_argument(
+        "--cache-control", action="store_true", help="clients' marks retain prompts: Anthropic's cache_control"
+    )
     flags.add_argument("--config-file", metavar="FILE", help="a file with the settings: YAML, TOML or JSON")
     flags.set_defaults(run=_flags, make=make or engine_arguments)
     args = parser.parse_args(arguments)
@@ -145,6 +151,8 @@ def _flags(args: argparse.Namespace) -> int:
         say(f"kv_sglang flags: {error}", file=sys.stderr)
         print(_REFUSED)  # noqa: T201  # for a shell, which needs it exactly
         return 2
+    if args.cache_control:
+        settings[CACHE_CONTROL] = True
     named = args.make(settings, page_size=page_size, linker=args.linker) | host
     print(shlex.join(_as_flags(named)))  # noqa: T201  # for a shell, which needs it exactly
     return 0

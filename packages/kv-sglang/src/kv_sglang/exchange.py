@@ -70,8 +70,8 @@ class Exchange:
         # In this order: pages not in doubt before the keys were made have the weights that the keys name.
         in_doubt = self._in_doubt()
         last = first + len(slots)
-        before = self._store.keys(names.hashes[max(0, last - MAX_KEYS) : first])
-        keys = self._store.keys(names.hashes[first:last])
+        before = self._store.keys(names.hashes[max(0, last - MAX_KEYS) : first], tenant=names.tenant)
+        keys = self._store.keys(names.hashes[first:last], tenant=names.tenant)
         if in_doubt or not keys or self._in_doubt():
             return "the weights have changed, and the engine's caches were not emptied since"
         tail = keys[-1] if names.tail_tokens and last == len(names.hashes) else None
@@ -105,7 +105,7 @@ class Exchange:
         lock: held while the device is written to, so that nothing is written while another thread holds it.
         given_by: the revision of the weights with which they were computed, according to the other engine.
         """
-        keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
+        keys = self._store.keys(names.hashes[first : first + len(slots)], given_by, tenant=names.tenant)
         if not keys:
             return "the weights of the engine are not known"
         cache, pending = self._store.cache, _PollPauses(max(self._hold_s, self._wait_s))
@@ -131,9 +131,9 @@ class Exchange:
         finally:
             cache.end(self._name)
 
-    def release_pages(self, hashes: Sequence[str], *, given_by: str = "") -> None:
-        """The engine has these pages: they need not be held for it. given_by: as for `get`."""
-        if keys := self._store.keys(hashes, given_by):
+    def release_pages(self, names: Names, pages: int | None = None, *, given_by: str = "") -> None:
+        """The engine has so many leading pages, or all: they need not be held for it. given_by: as for `get`."""
+        if keys := self._store.keys(names.hashes[:pages], given_by, tenant=names.tenant):
             self._store.cache.received(keys)
 
     def close(self) -> None:

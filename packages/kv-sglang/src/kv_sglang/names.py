@@ -20,6 +20,7 @@ import torch
 from kv_connect.interface import observe
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
+from kv_core.keys import NO_TENANT, tenant_tag
 
 _DIGEST_BYTES: Final = 32
 _MARK: Final = "00"
@@ -102,10 +103,12 @@ class Names:
 
     hashes: hex digits, from the first page on; the last of them names the tail if there is one.
     tail_tokens: how many tokens the last, partial page has; 0: there is none.
+    tenant: the tag of the request's tenant.
     """
 
     hashes: tuple[str, ...]
     tail_tokens: int
+    tenant: bytes = NO_TENANT
 
 
 def page_hashes(tokens: Any, tree: Any, extra_key: Any, cache_salt: Any, last_hash: Any = None) -> list[str]:
@@ -160,7 +163,7 @@ def names_of(req: Any, tree: Any) -> Names:
     hashes = [_in_this_hand_over(each, req) if is_marked(each) else each for each in hashes]
     if embeddings := _embeddings_of(req):
         hashes = [hashlib.sha256(_EMBEDDED + embeddings + bytes.fromhex(each)).hexdigest() for each in hashes]
-    return Names(tuple(hashes), tail_tokens)
+    return Names(tuple(hashes), tail_tokens, tenant_tag(req.cache_salt))
 
 
 def _in_this_hand_over(page_hash: str, req: Any) -> str:

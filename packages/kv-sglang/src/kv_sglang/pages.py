@@ -151,10 +151,11 @@ class PageStore:
         space = self._space.now
         return "" if space is None else space.revision
 
-    def keys(self, hashes: Iterable[str], given_by: str = "") -> list[ChunkKey]:
-        """The keys of these pages; empty while the key space is not known.
+    def keys(self, hashes: Sequence[str], given_by: str = "", *, tenant: bytes | None = None) -> list[ChunkKey]:
+        """The keys of these pages of one prompt; empty while the key space is not known.
 
         given_by: the revision of another engine's weights, for pages that it hands over.
+        tenant: the tag of its tenant; None: that of the request that they belong to.
 
         Raises:
             InputError: the hashes are not SGLang's page hashes.
@@ -164,7 +165,10 @@ class PageStore:
         except (TypeError, ValueError):
             raise InputError("a page's key is not the hex digits of a SHA-256") from None
         space = self._space.handed_over(given_by) if given_by else self._space.now
-        return space.keys(digests, shards=self._shards) if space is not None else []
+        if space is None:
+            return []
+        tag = self._requests.tenant(hashes) if tenant is None else tenant
+        return space.keys(digests, shards=self._shards, tenant=tag)
 
     def held(self, hashes: Sequence[str], until: float | None = None) -> int:
         """How many leading pages can be read now. They stay until they are.
@@ -280,12 +284,13 @@ class PageStore:
         controls = self._requests.of(hashes, before or behind)
         named = len(named_pages(hashes))
         storable = next((number for number, each in enumerate(controls[:named]) if not each.store), named)
+        tenant = self._requests.tenant([*before, *behind, *hashes])  # generated pages are known by those before them
         answers: list[bool] = []
         for options, alike in itertools.groupby(controls[:storable], key=_store_options):
             first, last = len(answers), len(answers) + len(list(alike))
             # One call takes only so many keys: the head of a longer prompt may be evicted by its own tail.
             in_front = [*before, *hashes[:first]][max(0, len(before) + last - MAX_KEYS) :]
-            answers += self._write(hashes[first:last], slots[first:last], in_front, copier, options)
+            answers += self._write(hashes[first:last], slots[first:last], in_front, copier, options, tenant=tenant)
         self.received(hashes)
         return answers + [False] * (len(hashes) - storable)
 
@@ -296,11 +301,13 @@ class PageStore:
         before: Sequence[str],
         copier: Copier | None,
         options: StoreOptions,
+        *,
+        tenant: bytes,
     ) -> list[bool]:
         # In this order: pages not in doubt before the keys were made have the weights that the keys name.
         in_doubt = self._holds_old_pages()
-        keys = self.keys(hashes)
-        in_front = self.keys(before)
+        keys = self.keys(hashes, tenant=tenant)
+        in_front = self.keys(before, tenant=tenant)
         if in_doubt or not keys or self._holds_old_pages():
             return [False] * len(hashes)
         place = dict(zip(keys, slots, strict=True))

@@ -1,16 +1,28 @@
-"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks, and has the
-model's files examined before SGLang loads them.
+"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks, has the
+model's files examined before SGLang loads them, and requests' options read where they enter SGLang.
 
 SGLang runs this in each of its processes, whatever backend is chosen, so it imports only SGLang's own modules for the
-choice, and its other hooks do nothing for another backend. Adding a name to the choices is a public call of SGLang; the
-classes behind a name are an enumeration and a function, which plugins replace.
+choice, and its other hooks do nothing for another backend or for requests without our options. Adding a name to the
+choices is a public call of SGLang; the classes behind a name are an enumeration and a function, which plugins replace.
 """
 
 import enum
+import json
+import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
+from kv_core.errors import InputError
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
 NAME: Final = "kv"
+_FIELD: Final = "custom_params"
+_TAGS: Final = "kv_tiers:"
+"""Before the digest of a request's tags, in its `extra_key`."""
 _UTILS: Final = "sglang.srt.disaggregation.utils"
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def register() -> None:
@@ -24,6 +36,8 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_loading, HookType.BEFORE
     )
+    HookRegistry.register(f"{_MANAGER}.__init__", _put_in_front, HookType.AFTER)
+    HookRegistry.register(f"{_MANAGER}.generate_request", _enter, HookType.BEFORE)
     add_disagg_transfer_backend_choices([NAME])
     # An enumeration that has members cannot be extended.
     members = {each.name: each.value for each in TransferBackend} | {NAME.upper(): NAME}
@@ -50,6 +64,93 @@ def _before_loading(*_args: Any, **_named: Any) -> None:
 
     look_before_loading()
     mark_media()
+
+
+def _put_in_front(_none: None, manager: Any, *_args: Any, **_named: Any) -> None:
+    """SGLang's server is an application of its module, and has no option for more in front of it."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None or server.app.middleware_stack is not None or not _reads_marks(manager.server_args):
+        return
+    from kv_connect.cache_control import CacheControlMiddleware
+
+    server.app.add_middleware(CacheControlMiddleware, engine="sglang")
+
+
+def _reads_marks(server_args: Any) -> bool:
+    """Whether the arguments are those of `flags --cache-control`."""
+    from kv_sglang.cli import CACHE_CONTROL
+
+    extra = server_args.hicache_storage_backend_extra_config or "{}"
+    linker = server_args.unified_cache_external_linker_config or {}
+    try:
+        given = {**json.loads(extra), **linker.get("linker_extra_config", {})}
+    except (ValueError, TypeError, AttributeError):  # the name of a file, or another linker's
+        return False
+    return given.get(CACHE_CONTROL) is True
+
+
+def _enter(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_named: Any) -> None:
+    """obj: of embeddings, too, which have no `extra_key`."""
+    if not hasattr(obj, "extra_key"):
+        return
+    try:
+        enter(obj, getattr(request, "scope", {}))
+    except Exception:  # noqa: BLE001  # any error would fail the request; its tags are still among its options
+        _log.exception("the options of a request could not be read where it entered SGLang")
+
+
+def enter(obj: Any, scope: Mapping[str, Any]) -> None:
+    """What a request's options change before SGLang tokenizes it, or each of a batch's.
+
+    Its tags become part of SGLang's own `extra_key`, with which the hashes of its pages begin, and from which SGLang
+    keeps requests apart in its own caches too. They leave `custom_params`: a scheduler that still finds some there
+    serves the request without the cache. What Anthropic's marks ask for (`kv_connect.cache_control`) is added. The
+    client's own `sampling_params` stay as they are, as it may use them again.
+
+    obj: SGLang's `GenerateReqInput` as the client filled it in. scope: of its HTTP request; empty: there is none.
+    """
+    from kv_connect.cache_control import RETAIN_S
+
+    seconds = scope.get(RETAIN_S, 0)
+    given = obj.sampling_params
+    entered = [_entered(one, seconds) for one in (given if isinstance(given, list) else [given])]
+    if all(sampling is None for sampling, _ in entered):
+        return
+    roots = [root for _, root in entered]
+    if not isinstance(given, list):
+        obj.sampling_params = entered[0][0]
+        if roots[0]:
+            keys = obj.extra_key
+            obj.extra_key = [k + roots[0] for k in keys] if isinstance(keys, list) else (keys or "") + roots[0]
+        return
+    keys = obj.extra_key if isinstance(obj.extra_key, list) else [obj.extra_key or ""] * len(given)
+    if len(keys) != len(given):
+        return  # SGLang refuses it
+    obj.sampling_params = [sampling or one for one, (sampling, _) in zip(given, entered, strict=True)]
+    if any(roots):
+        obj.extra_key = [key + root for key, root in zip(keys, roots, strict=True)]
+
+
+def _entered(sampling: Any, seconds: int) -> tuple[dict[str, Any] | None, str]:
+    """The parameters with what the marks ask for and without tags, None if they stay as they are; and what is to follow
+    the request's `extra_key`."""
+    from kv_connect.cache_control import retained
+    from kv_connect.request_options import KEY, root_of
+
+    if not isinstance(sampling, dict | None):
+        return None, ""
+    before = (sampling or {}).get(_FIELD)
+    params, root = retained(before, seconds) or before, ""
+    if isinstance(params, dict) and isinstance(options := params.get(KEY), dict) and "tags" in options:
+        try:
+            tagged = root_of(options["tags"])
+        except InputError:
+            pass  # the scheduler says what is wrong with them
+        else:
+            root = _TAGS + tagged.hex() if tagged else ""
+            others = {name: value for name, value in options.items() if name != "tags"}
+            params = {**params, KEY: others}
+    return (None if params is before else {**(sampling or {}), _FIELD: params}), root
 
 
 def _bootstrap_server_class(original: Any, backend: Any, class_type: Any) -> Any:

@@ -18,6 +18,7 @@ from kv_connect.interface import observe
 from kv_connect.request_options import NO_CONTROLS, Controls, chosen
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Use
+from kv_core.keys import NO_TENANT, tenant_tag
 from kv_core.log import limited_logger
 from kv_server.hints import HintOutcomes
 from kv_tiers.clock import MonotonicClock
@@ -41,9 +42,9 @@ _FROM_THE_START: Final = (
 _SPEEDS: "WeakSet[PrefillSpeed]" = WeakSet()
 _FIELD: Final = "custom_params"
 _HANDED_OVER: Final = "do_remote_prefill"
-_UNSUPPORTED: Final = ("tags", "min_load_tokens")
-"""SGLang names its pages itself: its `extra_key` and `cache_salt` separate requests. It also has its own threshold for
-loads, `prefetch_threshold`."""
+_UNSUPPORTED: Final = ("min_load_tokens",)
+"""SGLang has its own threshold for loads, `prefetch_threshold`."""
+_NO_OPTIONS: Final = replace(NO_CONTROLS, save_decode=True)
 MAX_PAGES: Final = 1 << 16
 """Number of latest pages whose options are remembered. A prompt's pages are written soon after it is computed."""
 _REQUESTS: "WeakSet[RequestPages]" = WeakSet()
@@ -218,6 +219,8 @@ class RequestPages:
     pages. A page is the same for all requests that have it in their prompt: the latest of them decides. Pages after the
     prompt are generated, and have the options of the page before them.
 
+    A salt is not part of a page's options, but in its key is the tag of its tenant, so it is read there too.
+
     A proxy that has had a prompt computed by another engine sets `do_remote_prefill` there, as in vLLM's
     `kv_transfer_params`. The cache holds these pages until this engine has read them. Pages that it will not read,
     because it has them or computes them after all, are released by `Received`.
@@ -228,13 +231,13 @@ class RequestPages:
     ) -> None:
         """use: the setting. tiers: the names of the cache's tiers. figures: where hints are counted."""
         self._defaults = Settings(use=use, save_decode=True)  # SGLang stores everything in its tree
-        self._no_options = replace(NO_CONTROLS, save_decode=True)
         self._page_tokens = page_tokens
         self._tiers = tiers
         self._figures = figures
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()
+        self._tenants: OrderedDict[str, bytes] = OrderedDict()  # of pages of prompts with a salt
         self.listeners: list[Received] = []
         self.arrivals: list[Arrived] = []
 
@@ -246,22 +249,32 @@ class RequestPages:
         hashes: Callable[[], Sequence[str]],
         tail: Callable[[str], str] | None = None,
         *,
+        salt: str | None = None,
         hints: object = None,
     ) -> None:
         """A request has arrived.
 
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
         tail: computes the hash of the tokens after the last page, given the last page's, or "" if there is none.
-        hints: its `kv_hints`.
+        salt: its `cache_salt`. hints: its `kv_hints`.
         """
+        if salt is not None:
+            self.belong(hashes(), salt)
         controls = chosen(
             self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED, hints=hints
         )
+        if controls.tags:
+            _log.warning(
+                "request %s: its tags are in no page's name, so nothing of it is loaded or stored: where requests "
+                "enter, SGLang has not run the plugin kv-sglang; see SGLANG_PLUGINS and --tokenizer-worker-num",
+                request_id,
+            )
+            controls = replace(controls, load=False, store=False, tags={})
         if controls.hinted is not None:
             self._say_hinted(request_id, controls.hinted)
             # SGLang itself promotes what a request that arrives will need.
             controls = replace(controls, hinted=None, is_prefetched=False)
-        has_options = controls != self._no_options
+        has_options = controls != _NO_OPTIONS
         if isinstance(params, Mapping) and params.get(_HANDED_OVER) is True:
             awaited = hashes()
             with self._lock:
@@ -269,7 +282,10 @@ class RequestPages:
                 while len(self._awaited) > MAX_PAGES:
                     self._awaited.popitem(last=False)
             if tail is not None and tokens % self._page_tokens:  # SGLang computes it in any case
-                self._say([tail(awaited[-1] if awaited else "")])
+                rest = [tail(awaited[-1] if awaited else "")]
+                if salt is not None:
+                    self.belong(rest, salt)
+                self._say(rest)
         if not has_options and not self._pages:
             return
         storable = controls.storable(tokens)
@@ -301,6 +317,23 @@ class RequestPages:
                 found.append(NO_CONTROLS if known is None else known.controls)
             self._trim()
         return found
+
+    def belong(self, pages: Sequence[str], salt: str) -> None:
+        """These pages are of a prompt with this salt."""
+        tag = tenant_tag(salt)
+        with self._lock:
+            for page in pages:
+                self._tenants[page] = tag
+                self._tenants.move_to_end(page)
+            while len(self._tenants) > MAX_PAGES:
+                self._tenants.popitem(last=False)
+
+    def tenant(self, pages: Sequence[str]) -> bytes:
+        """The tag of the tenant of these pages, which are of one prompt; `NO_TENANT` where none of them is known."""
+        if not self._tenants:
+            return NO_TENANT
+        with self._lock:
+            return next((tag for page in pages if (tag := self._tenants.get(page))), NO_TENANT)
 
     @property
     def awaits_any(self) -> bool:
@@ -349,9 +382,17 @@ def _around_arrival(call: Any) -> Any:
         for pages in list(_REQUESTS):
             try:
                 params = req.sampling_params.custom_params
-                hashes = functools.partial(hashes_of, req, self.tree_cache)
+                hashes = functools.cache(functools.partial(hashes_of, req, self.tree_cache))
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
-                pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail, hints=req.kv_hints)
+                pages.note(
+                    str(req.rid),
+                    params,
+                    len(req.origin_input_ids),
+                    hashes,
+                    tail,
+                    salt=req.cache_salt,
+                    hints=req.kv_hints,
+                )
                 for arrived in pages.arrivals:
                     arrived(self, req)
             except Exception:  # noqa: BLE001  # any error would end the engine

@@ -513,7 +513,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             incoming.loaded = first + count
         if stored.metadata:
             # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
-            exchange.release_pages(hashes[: incoming.first], given_by=stored.weights)
+            exchange.release_pages(incoming.names, incoming.first, given_by=stored.weights)
             return self._take_metadata(incoming, stored.metadata)
         return ""
 
@@ -547,8 +547,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         successful request once all ranks have read."""
         releases_here = self._releases_holds if self._reads_together else not is_loaded
         if releases_here and self._lanes is not None:
-            hashes, given_by = incoming.names.hashes, incoming.given_by
-            self._lanes.add(room, lambda exchange: exchange.release_pages(hashes, given_by=given_by))
+            names, given_by = incoming.names, incoming.given_by
+            self._lanes.add(room, lambda exchange: exchange.release_pages(names, given_by=given_by))
 
 
 class _ClosesRoom:

@@ -55,6 +55,7 @@ from kv_vllm.served import served_model
 from kv_vllm.stats import OF_WORKER, OFF, CounterDeltas, HitSources, PromMetrics, SchedulerFigures, Stats
 from kv_vllm.translate import Sessions, StepReader, request_reader
 from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
+from kv_vllm.turns import Turns
 from kv_vllm.weights import VllmWeights, before_loading, note_resets
 
 _log = limited_logger(__name__)
@@ -189,6 +190,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         self._requests: dict[str, tuple[Any, RequestTokens]] = {}
         self._sessions = Sessions()
+        self._turns = Turns()
         self._kv_cache_manager: Any = None
         self._held: HeldBlocks | None = None
         self._in_process = in_one_process(vllm_config)
@@ -431,6 +433,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                 )
                 assert self._engine.cache is not None
+                self._turns = Turns.of(self._vllm_config.model_config)
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
                 self._steps = StepReader(self._vllm_config, self._scheduler)
         except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
@@ -633,6 +636,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half.counts.hints += len(hinted.outcomes)
             half.counts.hints_rejected += sum(one.outcome == "rejected" for one in hinted.outcomes)
             answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(hinted)}
+        if half is not None and self._turns.has_ended(request):
+            half.turn_ended(request.request_id)
         self._drop(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:
             # vLLM's API server kills this process without warning, so the summary is logged when it becomes idle.

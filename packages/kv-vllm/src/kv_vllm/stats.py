@@ -43,6 +43,7 @@ _OF_SCHEDULER: Final = (
     "handovers_late",
     "hints",
     "hints_rejected",
+    "turns_ended",
 )
 OF_WORKER: Final = (
     "stored_tokens",

@@ -103,7 +103,10 @@ class SegmentPages:
         found = {}
 
         def hashes_in(prompt: Sequence[int], salt: str | None) -> tuple[str, ...]:
-            return tuple(page_hashes(_like(tokens, prompt), tree, req.extra_key, salt))
+            hashes = tuple(page_hashes(_like(tokens, prompt), tree, req.extra_key, salt))
+            if salt is not None:
+                self._requests.belong(hashes, salt)
+            return hashes
 
         conversation = hashes_in(plan.conversation(tokens), tenant or None) if plan.edits else ()
         for given in given_pages(plan, self._page_tokens):

@@ -498,6 +498,12 @@ class SchedulerHalf:
         self.counts.handovers_given += tokens > 0
         return tokens
 
+    def turn_ended(self, request_id: str) -> None:
+        """The request was answered without a call of a tool. Call this before `finished`."""
+        if (tracked := self._tracked.get(request_id)) is not None and tracked.chunk_keys:
+            self.counts.turns_ended += 1
+            self._service.turn_ended(tracked.chunk_keys)
+
     def finished(self, request_id: str) -> None:
         """The engine is done with the request: finished, aborted or failed. Idempotent."""
         self._end_prefetch(request_id)

@@ -6,6 +6,7 @@ of the leader moves nothing. What a prompt requests is processed when something 
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 from kv_core.keys import ChunkKey
@@ -85,6 +86,10 @@ class _SmallCache:
                 policy.extended(resident, slots)
         return held
 
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        held = takewhile(self._slot_of.__contains__, keys)
+        self.policy.turn_ended(keys, [self._slot_of[key] for key in held])
+
 
 class Judge:
     def __init__(self, capacity_chunks: int, rate: int, returns: Returns) -> None:
@@ -126,6 +131,10 @@ class Judge:
         if lead > _LEAD * self._scores[best] + _NOISE * self._noise**0.5:
             self.leader = best
 
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        for cache in self._caches.values():
+            cache.turn_ended(keys)
+
 
 _LEAST_CHUNKS: Final = 128
 """A smaller tier is LRU: so few chunks tell too little."""
@@ -161,6 +170,14 @@ class PrefixPolicy(SegmentsPolicy):
         self._noted.append((keys, slots))
         if len(self._noted) >= _MAX_NOTED:
             self._process()
+
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._process()
+        super().turn_ended(keys, slots)
+        sample = [key for key in keys if not key[-1] & self._mask]
+        if self._judge is not None and sample:
+            self._returns.turn_ended(sample)
+            self._judge.turn_ended(sample)
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         if self._noted:

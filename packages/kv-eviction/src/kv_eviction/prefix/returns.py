@@ -19,7 +19,8 @@ from typing import Final
 
 from kv_core.keys import ChunkKey
 
-CLASSES: Final = 33
+_OF_REQUESTS: Final = 32
+CLASSES: Final = 1 + 2 * _OF_REQUESTS
 LAST: Final = 0
 """The last chunk of a prompt that was requested once: if it is partial, it never returns."""
 _INTERVALS_PER_OCTAVE: Final = 2
@@ -45,6 +46,11 @@ def class_of(uses: int, growth: int) -> int:
     """uses: how often the chunk was requested. growth: `growth_of` the latest of those requests."""
     step = uses - 1 if uses <= 2 else 2 if uses <= 5 else 3
     return 1 + 8 * step + growth
+
+
+def ended(chunk_class: int) -> int:
+    """The class of the same chunks once the latest of those requests is known to have ended its user's turn."""
+    return chunk_class + _OF_REQUESTS * (0 < chunk_class <= _OF_REQUESTS)
 
 
 class _Request:
@@ -108,6 +114,18 @@ class Returns:
             chunk_class = known.chunk_class = LAST if is_last else class_of(known.uses, growth)
             away[chunk_class] = away.get(chunk_class, 0) + 1
         self._aging[0].append(request)
+
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        """The latest request of the last of these, which are in the sample, ended its user's turn."""
+        latest = None
+        for key in reversed(keys):
+            known = self._known.get(key)
+            if known is None or latest not in (None, known.latest):
+                continue
+            latest, before = known.latest, known.chunk_class
+            known.chunk_class = ended(before)
+            latest.away[before] -= 1
+            latest.away[known.chunk_class] = latest.away.get(known.chunk_class, 0) + 1
 
     def _advance(self, now: int) -> None:
         """Count the chunks that have reached the end of an interval without a return, and forget the oldest."""

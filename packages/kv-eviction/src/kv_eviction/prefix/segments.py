@@ -13,7 +13,7 @@ from typing import Final
 from kv_core.keys import ChunkKey
 
 from kv_eviction.policy import EvictionPolicy
-from kv_eviction.prefix.returns import CLASSES, LAST, Returns, class_of, growth_of
+from kv_eviction.prefix.returns import CLASSES, LAST, Returns, class_of, ended, growth_of
 
 # A segment: a node of the tree of prefixes, and what is known about the requests that used it.
 
@@ -397,6 +397,16 @@ class SegmentsPolicy(EvictionPolicy):
             segment.last_use = self._tree.now
             segment.chunk_class = class_of(segment.uses + 1, self.growth)
             self.order.add(segment)
+
+    def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        self._offer = None
+        deepest = self._tree.segment_of(slots[-1])
+        for segment in deepest.path():
+            if segment.last_use == deepest.last_use:  # another request may have used what both have in common since
+                segment.chunk_class = ended(segment.chunk_class)
+                self.order.add(segment)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, has_end: bool = True) -> None:
         """Find the place of the chunks added last: they continue a segment, or begin one below it.

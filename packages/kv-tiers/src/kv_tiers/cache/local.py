@@ -394,6 +394,11 @@ class LocalCache:
         for extension in self.extensions:
             extension.received(keys)
 
+    def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            self._host.check_open()
+            self._host.shares.turn_ended(keys, self._index.resident(keys)[1])
+
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
         with self._lock:
