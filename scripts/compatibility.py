@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kv_core.keys import KEY_VERSION
-from kv_server import archive, wire
+from kv_remote import archive
+from kv_server import wire
 from kv_server.directory import entries
 from kv_server.peers import wire as peers
 from kv_tiers import chunk_header

@@ -13,12 +13,12 @@ import msgspec
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
+from kv_remote.archive import export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.options import spelled_as
 from kv_tiers.payload_sizes import MAX_GROUPS
 from msgspec import Meta
 
-from kv_server.archive import export_prefix, import_prefix
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.relay import FormatSelector, Outcome, PrefixJob, Relay, select_cache, select_caches
 

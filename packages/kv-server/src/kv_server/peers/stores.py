@@ -14,13 +14,13 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
+from kv_remote.archive import pool_bytes
 from kv_tiers.cache.host import FROZEN
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, Header, format_id, read_header
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import TierContext
 
-from kv_server.archive import pool_bytes
 from kv_server.peers import wire
 from kv_server.peers.side import LEAVING, FindCache, PeerReads, peer_side
 from kv_server.wire import Format

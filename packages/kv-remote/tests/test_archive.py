@@ -13,7 +13,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, Holder, WriteLease
 from kv_core.testing import key_chain
-from kv_server.archive import Imported, export_prefix, import_prefix
+from kv_remote.archive import Imported, export_prefix, import_prefix
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.tower import FINGERPRINT, Tower
