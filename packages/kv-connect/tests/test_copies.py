@@ -13,6 +13,7 @@ from kv_connect.halves.copies import Copies
 from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL
+from kv_core.device import LayerwiseCopier
 from kv_core.errors import CopyFailed, InputError, MisuseError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
@@ -53,7 +54,7 @@ class Flight:
             raise error("raised by the test")
 
 
-class Device:
+class Device(LayerwiseCopier):
     """A `LayerwiseCopier`. faults: by its calls and those of its copies, what they raise from the second request on."""
 
     is_queued = stores_behind = True

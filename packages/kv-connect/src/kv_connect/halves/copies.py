@@ -9,12 +9,14 @@ stay leased until this process ends.
 """
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kv_core.device import CopyEvent
-from kv_core.errors import CopyFailed
+from kv_core.errors import CopyFailed, KVError
 from kv_core.log import limited_logger
+from kv_core.transfer import TransferPlan
 
 _log = limited_logger(__name__)
 _ASK_AGAIN_S: Final = 0.05
@@ -65,6 +67,28 @@ class Copies:
             _log.error("it is unknown whether a copy has ended; its memory stays reserved until it is known: %r", error)
             self.fail(error)
             return False
+
+
+def start_each(
+    start: Callable[[Sequence[TransferPlan]], Iterable[CopyEvent | KVError]],
+    planned: Iterable[tuple[Copies, TransferPlan]],
+) -> None:
+    """Start a copy for each of these that has not failed; what is refused fails alone.
+
+    start: `LayerwiseCopier.load_each` or `store_each`.
+    """
+    remaining = deque((copies, plan) for copies, plan in planned if copies.failure is None)
+    try:
+        for copy in start([plan for _, plan in remaining]) if remaining else ():
+            copies, _ = remaining.popleft()
+            if isinstance(copy, KVError):
+                copies.fail(copy)
+            else:
+                copies.add([copy])
+    except Exception as error:
+        for copies, _ in remaining:
+            copies.fail(error)
+        raise  # a bug, which turns the cache off
 
 
 def await_copies(events: Iterable[CopyEvent]) -> None:

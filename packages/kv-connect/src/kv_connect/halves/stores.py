@@ -12,7 +12,7 @@ is reported twice was computed in parts, or recomputed, so it is gathered once m
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,7 @@ from kv_core.shape import NO_BLOCK, ConnectShape, stored_from, without_holes
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, packed, plan_transfer
 
 from kv_connect.figures import WorkerCounts
-from kv_connect.halves.copies import Copies
+from kv_connect.halves.copies import Copies, start_each
 from kv_connect.halves.step import StepPlan, StoreStep
 
 _log = limited_logger(__name__)
@@ -140,10 +140,16 @@ class Stores:
         if self._begun is not plan:
             self._begin(plan)
         self._begun = None
+        whole: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
         for store in self._storing:
             parts, store.parts = store.parts, []
             for part in parts:
-                self._gather(store, partial(self._gather_rest, part))
+                if part.by_layers is not None and part.gathered:
+                    self._gather(store, partial(self._gather_rest, part.by_layers, part.gathered))
+                else:
+                    whole[part.group].append((store.copies, part.plan))
+        for copier, of_group in zip(self._copiers, whole, strict=True):
+            start_each(copier.store_each, of_group)
 
     def abandon(self, plan: StepPlan) -> None:
         """The forward pass of this plan's step has failed: none of its chunks are stored."""
@@ -260,11 +266,9 @@ class Stores:
         self._counts.layers_stored_early += 1
         return [by_layers.gather((layer,))]
 
-    def _gather_rest(self, part: _StorePart) -> list[CopyEvent]:
-        if part.by_layers is None or not part.gathered:
-            return [self._copiers[part.group].store(part.plan)]
-        remaining = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
-        return [part.by_layers.gather(remaining)] if remaining else []
+    def _gather_rest(self, by_layers: LayerwiseStore, gathered: Container[int]) -> list[CopyEvent]:
+        remaining = [layer for layer in range(by_layers.layers) if layer not in gathered]
+        return [by_layers.gather(remaining)] if remaining else []
 
     def _order_after_earlier(self, store: _Store) -> list[CopyEvent]:
         """Order a repeated gather after the one that it replaces, even where copies have no queue."""

@@ -18,7 +18,7 @@ from kv_core.shape import NO_BLOCK, ConnectShape, load_from
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, plan_transfer
 
 from kv_connect.figures import WorkerCounts
-from kv_connect.halves.copies import Copies
+from kv_connect.halves.copies import Copies, start_each
 from kv_connect.halves.direct_reads import DirectReads
 from kv_connect.halves.layerwise import LayerLoads
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
@@ -119,6 +119,7 @@ class WorkerHalf:
         self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
+        planned: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
         # The shortest first, so that none waits for a longer one.
         for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
             if step.extents:
@@ -132,9 +133,11 @@ class WorkerHalf:
             match self._service.load([key for part in parts for key in part.keys], self._holder):
                 case ReadLease() as lease:
                     load.lease = lease
-                    self._start_copies(load, lease, parts)
+                    self._plan_copies(load, lease, parts, planned)
                 case LoadFailed(missing, reason):
                     load.fail(reason, missing)
+        for copier, of_group in zip(self._copiers, planned, strict=True):
+            start_each(copier.load_each, of_group)
         self._finish_loads()
 
     def take_layerwise(self, *, wait: bool = False) -> StepReport:
@@ -255,16 +258,22 @@ class WorkerHalf:
             if load.copies.have_stopped():
                 self._finish(load)
 
-    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_LoadPart]) -> None:
+    def _plan_copies(
+        self,
+        load: _Load,
+        lease: ReadLease,
+        parts: Sequence[_LoadPart],
+        planned: Sequence[list[tuple[Copies, TransferPlan]]],
+    ) -> None:
+        """planned: receives the plans, by group."""
         offset = 0
         for part in parts:
             extents = lease.extents[offset : offset + len(part.keys)]
             offset += len(part.keys)
             try:
-                load.copies.add([self._copiers[part.group].load(self._plan_load(load.step, part, extents))])
+                planned[part.group].append((load.copies, self._plan_load(load.step, part, extents)))
             except KVError as error:
-                load.fail(str(error), part.keys)
-                return
+                load.copies.fail(error)
 
     def _finish(self, load: _Load) -> None:
         if load.copies.failure is not None:
