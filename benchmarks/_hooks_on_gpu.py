@@ -1,5 +1,5 @@
-"""What the host does for stores and loads of 16 chunks on a GPU, one and eight in a step, but for the driver, whose calls
-a fake device notes.
+"""What the host does for stores and loads of 16 chunks on a GPU, one and eight in a step, without the driver's part: a
+fake device notes its calls.
 
 Each hook is cold, as it is once a step of 100 ms: other code and other data pass through the processor's caches first.
 Beside it is the way by Python, which everything took before there was one by C, in the same run and in turn.
