@@ -149,7 +149,7 @@ def test_what_raises_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch, d
     def fail(*arguments: object, **named: object) -> None:
         raise CopyFailed("the driver refuses")
 
-    monkeypatch.setattr(copier._pipelines[direction], "_launch", fail)  # type: ignore[index]
+    monkeypatch.setattr(copier._pipelines[direction], "launch", fail)  # type: ignore[index]
     with pytest.raises(CopyFailed, match="refuses"):
         getattr(copier, direction)(whole())
     assert end.waits == 1

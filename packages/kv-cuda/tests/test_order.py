@@ -29,8 +29,8 @@ SLOTS = 3
 class Engine:
     """An engine whose forward passes write to blocks that it owns, beside a copier on the same device.
 
-    at_once: how many requests load or store in a step, if there is room. now: what the blocks will hold when all that is
-    enqueued has been done. chunks: the same of the pool's slots.
+    at_once: how many requests load or store in a step, if there is room. now: what the blocks will hold when all that
+    is enqueued has been done. chunks: the same of the pool's slots.
     """
 
     def __init__(self, device: FakeDevice, copy_path: CopyPath, patch: pytest.MonkeyPatch, at_once: int) -> None:

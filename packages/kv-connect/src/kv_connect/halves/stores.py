@@ -235,16 +235,20 @@ class Stores:
         if lease is None:
             return
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
-        slots = {(chunk, group): extent_of[key] for chunk, group, key in ordered if key in extent_of}
+        places: list[dict[int, HostExtent]] = [{} for _ in self._copiers]  # by group and chunk
+        for chunk, group, key in ordered:
+            if (extent := extent_of.get(key)) is not None:
+                places[group][chunk] = extent
         nbytes = sum(extent.nbytes for extent in lease.extents)
-        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots), plan.trial)
+        tokens = self._tokens_counted(step, list(places[self._counted_group]))
+        store = _Store(self._plan_number, lease, nbytes, tokens, plan.trial)
         self._storing.append(store)
         self._in_flight_bytes += nbytes
         try:
             for gather in gathers:
                 group = gather.group
-                if chunks := [chunk for chunk in gather.chunks if (chunk, group) in slots]:
-                    transfer = gather.plan(chunks, [slots[chunk, group] for chunk in chunks])
+                if places[group]:
+                    transfer = gather.plan(list(places[group]), list(places[group].values()))
                     by_layers = self._copiers[group].store_layers(transfer) if self._by_layers else None
                     store.parts.append(_StorePart(group, transfer, by_layers))
         except Exception as error:
@@ -315,10 +319,10 @@ class Stores:
 
         return _Gather(number, range(first_chunk, chunks), plan)
 
-    def _tokens_counted(self, step: StoreStep, places: Iterable[tuple[int, int]]) -> int:
+    def _tokens_counted(self, step: StoreStep, chunks: Sequence[int]) -> int:
+        """chunks: those that the counted group stores."""
         if self._shard:
             return 0
-        chunks = [chunk for chunk, group in places if group == self._counted_group]
         tokens = len(chunks) * self._shape.chunk_tokens
         if step.tail_tokens and chunks and chunks[-1] == len(step.digests) - 1:
             tokens -= self._shape.chunk_tokens - step.tail_tokens

@@ -114,9 +114,10 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start every copy, the layerwise ones first; lease the chunks of the others."""
-        if not (plan.loads or plan.refused or self._loading):
+        if not (plan.loads or plan.refused):
             return  # most steps
-        self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
+        if layerwise := [step for step in plan.loads if step.extents]:
+            self._start_layers(layerwise, plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
         planned: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
@@ -138,7 +139,6 @@ class WorkerHalf:
                     load.fail(reason, missing)
         for copier, of_group in zip(self._copiers, planned, strict=True):
             start_each(copier.load_each, of_group)
-        self._finish_loads()
 
     def take_layerwise(self, *, wait: bool = False) -> StepReport:
         """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
@@ -180,8 +180,6 @@ class WorkerHalf:
         return True
 
     def _start_layers(self, steps: Sequence[LoadStep], space_id: bytes) -> None:
-        if not steps:
-            return
         requests = [step.request_id for step in steps]
         parts: list[Move | Copy] = []
         try:

@@ -12,7 +12,7 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby, product
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer
+from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer, no_buffers
 from kv_cuda.copy.plan import CopyTable, copy_shape, copy_table
 from kv_cuda.copy.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.streams import DoneEvent, GatheredLayers, make_queue
@@ -150,8 +150,8 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
         # For profilers: projected onto the device, a range covers the kernels and copies that this thread enqueues.
-        self._range: Callable[[str], AbstractContextManager[object]] = (
-            torch.cuda.nvtx.range if self._device.type == "cuda" else nullcontext
+        self._range: Callable[[str], AbstractContextManager[object]] | None = (
+            torch.cuda.nvtx.range if self._device.type == "cuda" else None
         )
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
@@ -322,7 +322,9 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
 
     def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step of each plan; a step is the planes that have been moved when it completes."""
-        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
+        if self._range is None:
+            return self._enqueue(checked, steps)
+        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
             return self._enqueue(checked, steps)
 
     def _enqueue(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
@@ -334,10 +336,11 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         try:
             if isinstance(checked, _Listed):
                 listed = self._upload_listed(checked, pipeline)
-                for spans, listings in product(steps, listed):
-                    for span, listing in product(spans, listings):
-                        pipeline.direct(listing, span, checked.programs, to_engine=to_engine)
-                    events.append(pipeline.end())
+                with pipeline.kernels.running():
+                    for spans, listings in product(steps, listed):
+                        for span, listing in product(spans, listings):
+                            pipeline.launch(listing, 0, span, checked.programs, to_engine=to_engine)
+                        events.append(pipeline.end())
                 return events
             for spans in steps:
                 for number, groups in enumerate(checked.launches):
@@ -345,8 +348,10 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
                         uploaded, lists = number, self._upload(groups, checked, pipeline)
                     self._launch(groups, lists, checked, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
-        except BaseException:
+        except BaseException as error:
             pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
+            if isinstance(error, torch.OutOfMemoryError):
+                raise no_buffers(error) from None
             raise
         return events
 
@@ -381,7 +386,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
 
     def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[list[Listing]]:
         """Of each plan."""
-        at, size = pipeline.upload(checked.numbers), self._format.chunk_tokens
+        at, size = pipeline.upload(memoryview(checked.numbers)), self._format.chunk_tokens
         return [
             [
                 Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
@@ -395,7 +400,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         if all(group.copy_path == "driver" for group in groups):
             return None
         slots, rows = self._lists(groups, checked)
-        at = pipeline.upload(np.concatenate((slots, rows)))
+        at = pipeline.upload(np.concatenate((slots, rows)).data)
         return Listing(len(slots), at, at + len(slots))
 
     def _launch(
@@ -415,8 +420,9 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
                 self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
                 tokens = lists.part(adjacent[0].start, adjacent[-1].start + adjacent[-1].tokens)
-                for span in spans:
-                    pipeline.direct(tokens, span, programs, to_engine=to_engine)
+                with pipeline.kernels.running():
+                    for span in spans:
+                        pipeline.launch(tokens, 0, span, programs, to_engine=to_engine)
             else:
                 for group in adjacent:
                     tokens = lists.part(group.start, group.start + group.tokens)
@@ -510,15 +516,15 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, numbers: "NDArray[np.int64] | array[int]") -> int:
-        """Have these numbers on the device, valid until the next launch has read them. Returns where in the list."""
+    def upload(self, numbers: memoryview) -> int:
+        """Have these 64-bit numbers on the device, valid until the next launch has read them. Returns where they are."""
         if self._filled + len(numbers) > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
             self._list, self._filled = self._unused_list(), 0
         at, end = self._filled, self._filled + len(numbers)
         host_list, device_list = self._lists[self._list], self._on_device[self._list]
-        self._numbers[self._list][8 * at : 8 * end] = memoryview(numbers).cast("B")
+        self._numbers[self._list][8 * at : 8 * end] = numbers.cast("B")
         if device_list is not host_list:
             self.kernels.copy(device_list[at:end], host_list[at:end])
         self._filled = end
@@ -538,13 +544,9 @@ class _KernelPipeline:
         host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
         device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
         self._lists.append(host_list)
-        self._numbers.append(memoryview(host_list.numpy()).cast("B"))
+        self._numbers.append(host_list.numpy().data.cast("B"))
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
-
-    def direct(self, tokens: Listing, span: Span, programs: int, *, to_engine: bool) -> None:
-        """The kernel reads or writes the chunks where they are."""
-        self._launch(tokens, 0, span, programs, to_engine=to_engine)
 
     def staged(self, tokens: Listing, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time that lie side by side in the chunk."""
@@ -559,11 +561,13 @@ class _KernelPipeline:
                 self._copies.follow(self._free[turn])
                 self._copies.copy(slot, piece)
                 self.kernels.follow(self._copies.record())
-                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
+                with self.kernels.running():
+                    self.launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
                 self._free[turn] = self.kernels.record()
             else:
                 self.kernels.follow(self._free[turn])
-                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
+                with self.kernels.running():
+                    self.launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
                 self._copies.follow(self.kernels.record())
                 self._copies.copy(piece, slot)
                 self._free[turn] = self._copies.record()
@@ -576,12 +580,13 @@ class _KernelPipeline:
             for number in range(0, planes, at_once):
                 yield start + number * step, min(at_once, planes - number)
 
-    def _launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+    def launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+        """While the kernels' queue is running. base: 0 for chunks that the kernel reads or writes where they are; see
+        `RowKernel.move`."""
         numbers = self._on_device[self._list]
-        with self.kernels.running():
-            self._kernel.move(
-                numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
-            )
+        self._kernel.move(
+            numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
+        )
         self._has_launched = True
 
     def _make_ring(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ device memory that the copy engine fills.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class Listing:
         return Listing(end - start, self.slots_at + start, self.rows_at + start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowKernel:
     """`move_rows` for one cache and one chunk format: everything that does not change from call to call."""
 
@@ -137,7 +138,7 @@ class RowKernel:
     word_bytes: int
     aligned: int
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments except the direction."""
         # Without the limit a state would be one tile, of more words than a program has registers for.
