@@ -210,8 +210,8 @@ def test_eight_requests_are_listed_by_one_call_of_c_behind_one_edge_and_each_is_
     kernels = gpu.installed_kernels()
     if kernels is None:
         pytest.skip("there is no compiler, so Python lists them, one by one")
-    call = kernels.call
-    monkeypatch.setattr(kernels, "call", lambda name, *arrays: (lists.append(name), call(name, *arrays))[1])
+    invoke = kernels.invoke
+    monkeypatch.setattr(kernels, "invoke", lambda name, arrays: (lists.append(name), invoke(name, arrays))[1])
     copy()
     assert lists == ["list_moves"] and device.calls == {"follow_current": 1, "work": 8, "record": 8}
     monkeypatch.undo()

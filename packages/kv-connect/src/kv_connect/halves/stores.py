@@ -239,7 +239,7 @@ class Stores:
         for chunk, group, key in ordered:
             if (extent := extent_of.get(key)) is not None:
                 places[group][chunk] = extent
-        nbytes = sum(extent.nbytes for extent in lease.extents)
+        nbytes = sum([extent.nbytes for extent in lease.extents])
         tokens = self._tokens_counted(step, list(places[self._counted_group]))
         store = _Store(self._plan_number, lease, nbytes, tokens, plan.trial)
         self._storing.append(store)
@@ -338,10 +338,10 @@ class Stores:
         }
         begin = partial(self._service.begin_store, holder=self._holder, **options)
         lease = begin(keys) if keys else None
-        if lease is not None and self._plan_number and lease.keys:
-            room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
-            sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
-            fitting = sum(1 for nbytes in sums if nbytes <= room_bytes)
+        sizes = [extent.nbytes for extent in lease.extents] if lease is not None and self._plan_number else []
+        room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
+        if lease is not None and sum(sizes) > room_bytes:
+            fitting = sum(nbytes <= room_bytes for nbytes in itertools.accumulate(sizes))
             if not self._storing:
                 fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
             if fitting < len(lease.keys):

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import chain, groupby, product
 
 import numpy as np
 import torch
@@ -298,8 +298,8 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         if is_repeated or count > 2 * self._pipelines[direction].list_tokens:
             return None
         numbers, written = array("q", bytes(8 * count)), array("B", bytes(listable.written))
-        arrays = map(place_of_packed, (listable.place, spans, tables, offsets, written, numbers))
-        if kernels.call("list_moves", *arrays) == OTHER:
+        arrays = listable.place, spans, tables, offsets, written, numbers
+        if kernels.invoke("list_moves", list(chain.from_iterable(map(place_of_packed, arrays)))) == OTHER:
             return None
         # Before anything is launched: a limit on locked memory must not leave half a plan behind.
         listable.pool.prepare(offsets, nbytes)
@@ -517,7 +517,7 @@ class _KernelPipeline:
         return last
 
     def upload(self, numbers: memoryview) -> int:
-        """Have these 64-bit numbers on the device, valid until the next launch has read them. Returns where they are."""
+        """Have these 64-bit numbers on the device until the next launch has read them. Returns where in the list."""
         if self._filled + len(numbers) > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,8 +102,7 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
             tl.store(chunk_words, tl.load(engine_words, mask=is_word), mask=is_word)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """How two lists name tokens: an entry of one stands for `per_slot` slots side by side, of the other for `per_row`.
 
     tokens: number of tokens.
