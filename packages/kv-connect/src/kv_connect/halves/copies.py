@@ -11,7 +11,7 @@ stay leased until this process ends.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from kv_core.device import CopyEvent
 from kv_core.errors import CopyFailed, KVError
@@ -69,26 +69,27 @@ class Copies:
             return False
 
 
-def start_each(
-    start: Callable[[Sequence[TransferPlan]], Iterable[CopyEvent | KVError]],
-    planned: Iterable[tuple[Copies, TransferPlan]],
-) -> None:
-    """Start a copy for each of these that has not failed; what is refused fails alone.
+Start: TypeAlias = Callable[[Sequence[TransferPlan]], Iterable[CopyEvent | KVError]]
+"""`LayerwiseCopier.load_each` or `store_each`."""
 
-    start: `LayerwiseCopier.load_each` or `store_each`.
-    """
-    remaining = deque((copies, plan) for copies, plan in planned if copies.failure is None)
-    try:
-        for copy in start([plan for _, plan in remaining]) if remaining else ():
-            copies, _ = remaining.popleft()
-            if isinstance(copy, KVError):
-                copies.fail(copy)
-            else:
-                copies.add([copy])
-    except Exception as error:
-        for copies, _ in remaining:
-            copies.fail(error)
-        raise  # a bug, which turns the cache off
+
+def start_each(groups: Sequence[tuple[Start, Sequence[tuple[Copies, TransferPlan]]]]) -> None:
+    """Group by group, start a copy for each of these that has not failed; what is refused fails alone. If there is a
+    bug, which is raised, all fail that have not begun."""
+    for number, (start, planned) in enumerate(groups):
+        remaining = deque(each for each in planned if each[0].failure is None)
+        try:
+            for copy in start([plan for _, plan in remaining]) if remaining else ():
+                copies, _ = remaining.popleft()
+                if isinstance(copy, KVError):
+                    copies.fail(copy)
+                else:
+                    copies.add([copy])
+        except BaseException as error:
+            why = error if isinstance(error, Exception) else CopyFailed(repr(error))
+            for copies, _ in (*remaining, *(each for _, later in groups[number + 1 :] for each in later)):
+                copies.fail(why)
+            raise
 
 
 def await_copies(events: Iterable[CopyEvent]) -> None:

@@ -141,15 +141,16 @@ class Stores:
             self._begin(plan)
         self._begun = None
         whole: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
-        for store in self._storing:
-            parts, store.parts = store.parts, []
-            for part in parts:
-                if part.by_layers is not None and part.gathered:
-                    self._gather(store, partial(self._gather_rest, part.by_layers, part.gathered))
-                else:
-                    whole[part.group].append((store.copies, part.plan))
-        for copier, of_group in zip(self._copiers, whole, strict=True):
-            start_each(copier.store_each, of_group)
+        try:
+            for store in self._storing:
+                parts, store.parts = store.parts, []
+                for part in parts:
+                    if part.by_layers is not None and part.gathered:
+                        self._gather(store, partial(self._gather_rest, part.by_layers, part.gathered))
+                    else:
+                        whole[part.group].append((store.copies, part.plan))
+        finally:  # none may count as gathered that was not
+            start_each([(copier.store_each, of_group) for copier, of_group in zip(self._copiers, whole, strict=True)])
 
     def abandon(self, plan: StepPlan) -> None:
         """The forward pass of this plan's step has failed: none of its chunks are stored."""

@@ -121,24 +121,13 @@ class WorkerHalf:
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
         planned: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
-        # The shortest first, so that none waits for a longer one.
-        for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
-            if step.extents:
-                continue
-            load = self._loading[step.request_id] = _Load(step)
-            parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
-            if step.files:
-                parts = self._start_read(load, parts[0])
-            if not parts:
-                continue
-            match self._service.load([key for part in parts for key in part.keys], self._holder):
-                case ReadLease() as lease:
-                    load.lease = lease
-                    self._plan_copies(load, lease, parts, planned)
-                case LoadFailed(missing, reason):
-                    load.fail(reason, missing)
-        for copier, of_group in zip(self._copiers, planned, strict=True):
-            start_each(copier.load_each, of_group)
+        try:
+            # The shortest first, so that none waits for a longer one.
+            for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
+                if not step.extents:
+                    self._plan_copies(step, plan.space_id, planned)
+        finally:  # none may count as loaded that was not
+            start_each([(copier.load_each, of_group) for copier, of_group in zip(self._copiers, planned, strict=True)])
 
     def take_layerwise(self, *, wait: bool = False) -> StepReport:
         """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
@@ -257,19 +246,26 @@ class WorkerHalf:
                 self._finish(load)
 
     def _plan_copies(
-        self,
-        load: _Load,
-        lease: ReadLease,
-        parts: Sequence[_LoadPart],
-        planned: Sequence[list[tuple[Copies, TransferPlan]]],
+        self, step: LoadStep, space_id: bytes, planned: Sequence[list[tuple[Copies, TransferPlan]]]
     ) -> None:
-        """planned: receives the plans, by group."""
+        """Lease the chunks of a load. planned: receives its copies, by group."""
+        load = self._loading[step.request_id] = _Load(step)
+        parts = [part for group in range(len(self._copiers)) if (part := self._part(space_id, step, group))]
+        if step.files:
+            parts = self._start_read(load, parts[0])
+        if not parts:
+            return
+        lease = self._service.load([key for part in parts for key in part.keys], self._holder)
+        if isinstance(lease, LoadFailed):
+            load.fail(lease.reason, lease.missing)
+            return
+        load.lease = lease
         offset = 0
         for part in parts:
             extents = lease.extents[offset : offset + len(part.keys)]
             offset += len(part.keys)
             try:
-                planned[part.group].append((load.copies, self._plan_load(load.step, part, extents)))
+                planned[part.group].append((load.copies, self._plan_load(step, part, extents)))
             except KVError as error:
                 load.copies.fail(error)
 
