@@ -163,7 +163,6 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
         self._listables: dict[tuple[str, int, Direction], _Listable | None] = {}
-        self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
             direction: _KernelPipeline(self._device, self._kernel, chunk_format.chunk_tokens)
@@ -198,7 +197,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
             pipeline.end().wait()
 
     def load(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "load"), [self._all_planes])
+        (event,) = self._move(self._checked(plan, "load"), [self._kernel.all_planes])
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[CopyEvent]:
@@ -206,7 +205,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "store"), [self._all_planes])
+        (event,) = self._move(self._checked(plan, "store"), [self._kernel.all_planes])
         return event
 
     def load_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
@@ -232,7 +231,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         """All of these as one submission, with an event for each; none, if they are to be tried one by one."""
         try:
             listed = self._listed(plans, direction)
-            return [] if listed is None else self._move(listed, [self._all_planes])
+            return [] if listed is None else self._move(listed, [self._kernel.all_planes])
         except KVError:
             return []  # when each is tried, it shows which it was
 

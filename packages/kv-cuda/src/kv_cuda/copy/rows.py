@@ -138,6 +138,10 @@ class RowKernel:
     aligned: int
 
     @cached_property
+    def all_planes(self) -> list[Span]:
+        return [(0, self.plane_count, 1)]
+
+    @cached_property
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments except the direction."""
         # Without the limit a state would be one tile, of more words than a program has registers for.
