@@ -5,6 +5,7 @@ under way all the while. The service looks whenever a lease ends.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from kv_connect.halves.copies import Copies
 from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL
+from kv_core.device import LayerwiseCopier
 from kv_core.errors import CopyFailed, InputError, MisuseError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
@@ -53,7 +55,7 @@ class Flight:
             raise error("raised by the test")
 
 
-class Device:
+class Device(LayerwiseCopier):
     """A `LayerwiseCopier`. faults: by its calls and those of its copies, what they raise from the second request on."""
 
     is_queued = stores_behind = True
@@ -201,6 +203,35 @@ def test_no_chunk_and_no_block_is_given_back_under_a_load(call: str, family: Rai
             lease_extent = HostExtent("dict", 100 + number, 1)
             assert name not in reported or not any(lease_extent in flight.extents for flight in under_way)
     world.at_rest()
+
+
+@pytest.mark.parametrize("family", [InputError, RuntimeError])
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_of_a_steps_requests_the_second_is_not_copied_and_only_that_one_fails(verb: str, family: Raised) -> None:
+    world = World({verb: family})
+    digests = [name.encode() * 32 for name in "ab"]
+    a, b = SPACE.keys(digests, tenant=tenant_tag(None))
+    if verb == "load":
+        world.service.held.update({a: 100, b: 101})
+        loads = [
+            LoadStep(digest.decode()[0], 0, (digest,), tenant_tag(None), ((number,),), 0, CHUNK)
+            for number, digest in enumerate(digests)
+        ]
+        plan, start = StepPlan(loads=tuple(loads), space_id=SPACE.fingerprint), world.worker.start_loads
+    else:
+        stores = [
+            StoreStep(digest.decode()[0], (digest,), tenant_tag(None), ((number,),))
+            for number, digest in enumerate(digests)
+        ]
+        plan, start = StepPlan(stores=tuple(stores), space_id=SPACE.fingerprint, number=1), world.worker.stores.start
+    with nullcontext() if family is InputError else pytest.raises(family):
+        start(plan)
+    (flight,) = world.device.flights
+    flight.is_under_way = False
+    world.worker.stores.finish(wait=True)
+    report = world.worker.poll()
+    assert (a in world.service.held, b in world.service.held) == (True, False)
+    assert report.failed == ({"b"} if verb == "load" else set()) and len(report.finished) == 2 * (verb == "load")
 
 
 def test_a_copy_that_never_answers_keeps_its_slots_when_the_worker_ends() -> None:

@@ -24,6 +24,7 @@ from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_core.cost import Costs
 from kv_core.coverage import Coverage
+from kv_core.device import LayerwiseCopier
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme, checksum_of
 from kv_core.keys import ChunkKey, KeySpace
@@ -392,7 +393,7 @@ class Halves:
         return not report.failed
 
 
-class Copier:
+class Copier(LayerwiseCopier):
     """Of what is in the pool, which is of no interest here."""
 
     is_queued = False

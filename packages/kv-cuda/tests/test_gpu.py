@@ -149,7 +149,7 @@ def test_what_raises_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch, d
     def fail(*arguments: object, **named: object) -> None:
         raise CopyFailed("the driver refuses")
 
-    monkeypatch.setattr(copier._pipelines[direction], "_launch", fail)  # type: ignore[index]
+    monkeypatch.setattr(copier._pipelines[direction], "launch", fail)  # type: ignore[index]
     with pytest.raises(CopyFailed, match="refuses"):
         getattr(copier, direction)(whole())
     assert end.waits == 1
@@ -292,7 +292,7 @@ def test_what_is_listed_in_one_call_is_what_is_listed_copy_by_copy(plan: Transfe
     """And what is refused there is not listed."""
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(4 * FORMAT.nbytes)))
-    listed = copier._listed(plan, direction)
+    listed = copier._listed([plan], direction)
     try:
         checked = copier._checked(TransferPlan(plan.copies, CHUNK), direction)
     except InputError:
@@ -303,7 +303,7 @@ def test_what_is_listed_in_one_call_is_what_is_listed_copy_by_copy(plan: Transfe
     assert isinstance(checked, gpu._Checked)
     slots, rows = copier._lists([group for groups in checked.launches for group in groups], checked)
     found = []
-    for tokens, blocks_at, places_at, first in listed.launches:
+    for tokens, blocks_at, places_at, first in listed.launches[0]:
         for at in range(first, first + tokens):
             slot = listed.numbers[blocks_at + at // listed.per_slot] * listed.per_slot + at % listed.per_slot
             found.append((slot, listed.numbers[places_at + at // CHUNK] + at % CHUNK * copier._kernel.row_bytes))

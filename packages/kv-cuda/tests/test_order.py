@@ -2,12 +2,14 @@
 got to it, whatever else is under way. A copier that lacks an edge is found out."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.device import CopyEvent
+from kv_core.errors import InputError, KVError
 from kv_core.transfer import HostExtent, TransferPlan, packed, plan_transfer
 from kv_cuda import CpuCopier
 from kv_cuda.copy import gpu
@@ -27,15 +29,16 @@ SLOTS = 3
 class Engine:
     """An engine whose forward passes write to blocks that it owns, beside a copier on the same device.
 
-    now: what the blocks will hold when all that is enqueued has been done. chunks: the same of the pool's slots.
+    at_once: how many requests load or store in a step, if there is room. now: what the blocks will hold when all that
+    is enqueued has been done. chunks: the same of the pool's slots.
     """
 
-    def __init__(self, device: FakeDevice, copy_path: CopyPath, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: FakeDevice, copy_path: CopyPath, patch: pytest.MonkeyPatch, at_once: int) -> None:
         device.install(patch)
         patch.setattr(gpu, "_LIST_TOKENS", 1)
         patch.setattr(gpu, "_RING_SLOT_BYTES", 2 * FORMAT.layer_bytes)
         table = ((0, copy_path),)
-        self.device, self.chance = device, device.chance
+        self.device, self.chance, self.at_once = device, device.chance, at_once
         self.blocks, self.now = CACHE.make(), CACHE.make()
         self.pool, self.chunks = bytearray(SLOTS * FORMAT.nbytes), bytearray(SLOTS * FORMAT.nbytes)
         self.copier = GpuCopier(CACHE.layout, self.blocks, FORMAT, copy_paths=CopyPaths(load=table, store=table))
@@ -46,13 +49,17 @@ class Engine:
         self.copies: list[tuple[Sequence[CopyEvent], list[int], int, bool]] = []
 
     def step(self) -> None:
-        """A forward pass, a load or a store, and then the device goes on for a while."""
+        """A forward pass, the loads or the stores of one or two requests, and then the device goes on for a while."""
         chance = self.chance
         for block in chance.sample(sorted(self.free_blocks), min(2, len(self.free_blocks))):
             self.compute(block)
-        if len(self.free_blocks) >= 2 and self.free_slots:
+        requests: list[tuple[list[int], int]] = []
+        while len(requests) < self.at_once and len(self.free_blocks) >= 2 and self.free_slots:
             blocks, slot = chance.sample(sorted(self.free_blocks), 2), chance.choice(sorted(self.free_slots))
-            self.copy(blocks, slot, is_load=chance.random() < 0.5, by_layers=chance.random() < 0.3)
+            self.free_blocks -= set(blocks)
+            self.free_slots.remove(slot)
+            requests.append((blocks, slot))
+        self.copy(requests, is_load=chance.random() < 0.5, by_layers=chance.random() < 0.3)
         self.device.go_on(chance.randrange(12))
         self.poll()
 
@@ -64,23 +71,27 @@ class Engine:
             model[block] = marks + layer
             self.device.engine.copy(ours[block], marks + layer)
 
-    def copy(self, blocks: list[int], slot: int, *, is_load: bool, by_layers: bool) -> None:
-        plan = self.plan(blocks, slot)
-        events: Sequence[CopyEvent]
-        if not is_load:
-            events = [self.copier.store(plan)]
-            self.reference.store(plan)
+    def copy(self, requests: Sequence[tuple[list[int], int]], *, is_load: bool, by_layers: bool) -> None:
+        if not requests:
+            return
+        plans = [self.plan(blocks, slot) for blocks, slot in requests]
+        if is_load and by_layers:
+            of_requests = [self.copier.load_layers(plan) for plan in plans]
         else:
-            events = self.copier.load_layers(plan) if by_layers else [self.copier.load(plan)]
-            self.reference.load(plan)
+            started = (self.copier.load_each if is_load else self.copier.store_each)(plans)
+            of_requests = [[event] for event in started if not isinstance(event, KVError)]
+        for plan, events, (blocks, slot) in zip(plans, of_requests, requests, strict=True):
+            (self.reference.load if is_load else self.reference.store)(plan)
+            self.follow(events, blocks, slot, is_load=is_load)
+
+    def follow(self, events: Sequence[CopyEvent], blocks: list[int], slot: int, *, is_load: bool) -> None:
+        """What was begun is looked at as soon as it is said to be done."""
         if is_load and self.chance.random() < 0.5:  # the forward pass waits for it on the device, and reads
             for event in events:
                 event.hold_engine()
             for layer, block in ((layer, block) for layer in range(LAYERS) for block in blocks):
                 expected = self.now[layer][block].clone()
                 self.device.engine.enqueue(lambda ours=self.blocks[layer][block], then=expected: same(ours, then))  # type: ignore[misc]
-        self.free_blocks -= set(blocks)
-        self.free_slots.remove(slot)
         self.copies.append((events, blocks, slot, is_load))
 
     def poll(self) -> None:
@@ -114,30 +125,33 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(ours, expected), "a block holds something else"
 
 
-def run(seed: int, copy_path: CopyPath, drop: str = "") -> None:
+def run(seed: int, copy_path: CopyPath, at_once: int, drop: str = "") -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = Engine(FakeDevice(seed, drop=drop), copy_path, patch)
+        engine = Engine(FakeDevice(seed, drop=drop), copy_path, patch, at_once)
         for _ in range(25):
             engine.step()
         engine.finish()
 
 
 @settings(deadline=None)
-@given(st.integers(0, 1 << 32), st.sampled_from(["direct", "staged"]))
+@given(st.integers(0, 1 << 32), st.sampled_from(["direct", "staged"]), st.integers(1, 2))
 def test_in_any_order_every_copy_moves_what_was_there_when_the_engine_came_to_it(
-    seed: int, copy_path: CopyPath
+    seed: int, copy_path: CopyPath, at_once: int
 ) -> None:
-    run(seed, copy_path)
+    run(seed, copy_path, at_once)
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize(
     ("copy_path", "drop"),
-    [("direct", "follow_current"), ("staged", "follow_current"), ("staged", "follow"), ("direct", "reuse")],
+    [*product(("direct", "staged"), ("follow_current", "record")), ("staged", "follow"), ("direct", "reuse")],
 )
-def test_without_an_edge_between_streams_some_order_moves_other_bytes(copy_path: CopyPath, drop: str) -> None:
+def test_without_an_edge_between_streams_some_order_moves_other_bytes(
+    copy_path: CopyPath, drop: str, at_once: int
+) -> None:
     def is_wrong(seed: int) -> bool:
         try:
-            run(seed, copy_path, drop)
+            run(seed, copy_path, at_once, drop)
         except AssertionError:
             return True
         return False
@@ -145,20 +159,23 @@ def test_without_an_edge_between_streams_some_order_moves_other_bytes(copy_path:
     assert any(is_wrong(seed) for seed in range(100))
 
 
-def sixteen_chunks(blocks: int, verb: str, device: FakeDevice) -> Callable[[], None]:
-    """Plans and copies 16 chunks of so many blocks each."""
+def sixteen_chunks(blocks: int, verb: str, device: FakeDevice, requests: int = 1) -> Callable[[], None]:
+    """Plans and copies 16 chunks of so many blocks each, for each request."""
     tokens, sizes = 64 // blocks, {"dtype": "float32", "itemsize": 4, "layers": 2, "heads": 1, "head_dim": 4}
     strides = {"block": 8 * tokens, "token": 4, "head": 4, "dim": 1, "value_offset": 4 * tokens}
-    layout = split_parts("apart", blocks=16 * blocks, block_tokens=tokens, **strides, **sizes)
+    chunks, count = 16 * requests, 16 * blocks
+    layout = split_parts("apart", blocks=chunks * blocks, block_tokens=tokens, **strides, **sizes)
     described = layout.canonical_format(64)
-    copier = GpuCopier(layout, [torch.zeros(16 * blocks, 8 * tokens) for _ in range(2)], described)
-    copier.attach("pool", memoryview(bytearray(16 * described.nbytes)))
-    extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(16)]
-    table = packed(device.chance.sample(range(16 * blocks), 16 * blocks))
+    copier = GpuCopier(layout, [torch.zeros(chunks * blocks, 8 * tokens) for _ in range(2)], described)
+    copier.attach("pool", memoryview(bytearray(chunks * described.nbytes)))
+    extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(chunks)]
+    order = device.chance.sample(range(chunks * blocks), chunks * blocks)
+    tables = [packed(order[at * count : (at + 1) * count]) for at in range(requests)]
 
     def copy() -> None:
-        span = {"first_token": 0, "last_token": 16 * 64}
-        getattr(copier, verb)(plan_transfer(extents, table, chunk_tokens=64, block_tokens=tokens, **span))
+        span = {"chunk_tokens": 64, "block_tokens": tokens, "first_token": 0, "last_token": 16 * 64}
+        plans = [plan_transfer(extents[16 * at :][:16], table, **span) for at, table in enumerate(tables)]
+        assert len(list(getattr(copier, f"{verb}_each")(plans))) == requests
 
     return copy
 
@@ -177,4 +194,44 @@ def test_sixteen_chunks_take_as_many_calls_whatever_their_blocks_and_three_of_th
         device.calls.clear()
         taken.append(calls_of(copy))
         assert device.calls == {"follow_current": 1, "work": 1, "record": 1}
-    assert len(set(taken)) == 1 and taken[0] <= 250, taken
+    assert len(set(taken)) == 1 and taken[0] <= 150, taken
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_eight_requests_are_listed_by_one_call_of_c_behind_one_edge_and_each_is_a_launch_and_an_event(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(1)
+    device.install(monkeypatch)
+    copy = sixteen_chunks(16, verb, device, requests=8)
+    copy()
+    device.calls.clear()
+    lists: list[str] = []
+    kernels = gpu.installed_kernels()
+    if kernels is None:
+        pytest.skip("there is no compiler, so Python lists them, one by one")
+    invoke = kernels.invoke
+    monkeypatch.setattr(kernels, "invoke", lambda name, arrays: (lists.append(name), invoke(name, arrays))[1])
+    copy()
+    assert lists == ["list_moves"] and device.calls == {"follow_current": 1, "work": 8, "record": 8}
+    monkeypatch.undo()
+    device.install(monkeypatch)
+    alone = sixteen_chunks(16, verb, device)
+    alone()
+    assert calls_of(copy) <= 5 * calls_of(alone)
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(FakeDevice(1), "direct", patch, 1)
+        for block in range(BLOCKS):
+            engine.compute(block)
+        plans = [engine.plan([0, 1], 0), engine.plan([2, BLOCKS], 1), engine.plan([3, 4], 2)]
+        started = list((engine.copier.load_each if verb == "load" else engine.copier.store_each)(plans))
+        assert [isinstance(copy, InputError) for copy in started] == [False, True, False]
+        for number in (0, 2):
+            (engine.reference.load if verb == "load" else engine.reference.store)(plans[number])
+        engine.finish()

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from kv_core.cost import Costs, Measured, choose
 from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
+from kv_core.device import LayerwiseCopier
 from kv_core.errors import CopyFailed, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import (
@@ -202,7 +203,7 @@ class Failed:
 
 
 @dataclass(slots=True)
-class DictCopier:
+class DictCopier(LayerwiseCopier):
     """A `DeviceCopier` between `slots` (slot → value) and `pool` (chunk offset, token in chunk → value)."""
 
     slots: dict[int, object] = field(default_factory=dict)
@@ -417,7 +418,7 @@ class CopyQueue:
             self.run()
 
 
-class QueuedCopier:
+class QueuedCopier(LayerwiseCopier):
     """Another copier's copies, behind one another in a queue."""
 
     def __init__(self, copier: Any, queue: CopyQueue, layers: Sequence[Any] = ()) -> None:

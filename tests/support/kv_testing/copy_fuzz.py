@@ -130,38 +130,46 @@ def wrong_copies(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
 
 
 def wrong_lists(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
-    """What `list_move` lists otherwise than it should, and sizes that it accepts although they do not fit."""
+    """What `list_moves` lists otherwise than it should, and sizes that it accepts although they do not fit."""
     chance, wrong = np.random.default_rng(seed), []
     for number in range(rounds):
-        size, chunks = int(chance.integers(1, 9)), int(chance.integers(1, 5))
-        step, from_chunk = size * int(chance.integers(1, 4)), int(chance.integers(0, 3))
-        end = (from_chunk + chunks) * step
-        first, last = from_chunk * step + int(chance.integers(0, step)), end - int(chance.integers(0, step))
-        if first >= last:
-            continue
-        blocks = -(-last // size)
-        table = chance.permutation(blocks + 3)[:blocks].astype(np.int32)
-        offsets = 64 * chance.permutation(chunks).astype(np.int64)
-        shape = np.array([first, last, step, size, blocks + 3, 1 << 40, 64 * chunks, 64, 64], np.int64)
-        begin = from_chunk * step // size
-        written, listed = np.zeros((blocks + 10) // 8, np.uint8), np.zeros(blocks - begin + chunks, np.int64)
-        arrays: list[NDArray[Any]] = [shape, table, offsets, written, listed]
-        if kernels.call("list_move", *arrays) != 0:
-            wrong.append(f"{number}: it was not listed: {arrays}")
-        if listed.tolist() != [*table[begin:].tolist(), *(offsets + (1 << 40)).tolist()]:
-            wrong.append(f"{number}: it was listed otherwise: {arrays}")
-        if kernels.call("list_move", *arrays) != OTHER:
+        size = int(chance.integers(1, 9))
+        step, most_blocks = size * int(chance.integers(1, 4)), 60
+        free_blocks, free_chunks = (chance.permutation(count).tolist() for count in (most_blocks, 12))
+        moves, tables, offsets, expected = [], [], [], []
+        for _ in range(int(chance.integers(1, 4))):
+            chunks, from_chunk = int(chance.integers(1, 4)), int(chance.integers(0, 3))
+            end = (from_chunk + chunks) * step
+            first, last = from_chunk * step + int(chance.integers(0, step)), end - int(chance.integers(0, step))
+            blocks = -(-last // size) - from_chunk * step // size
+            if first >= last or blocks > len(free_blocks):
+                continue
+            table, free_blocks = free_blocks[:blocks], free_blocks[blocks:]
+            places, free_chunks = [64 * chunk for chunk in free_chunks[:chunks]], free_chunks[chunks:]
+            moves += [first, last]
+            tables += table
+            offsets += places
+            expected += [*table, *(place + (1 << 40) for place in places)]
+        place = np.array([step, size, most_blocks, 1 << 40, 64 * 12, 64, 64], np.int64)
+        written, listed = np.zeros((most_blocks + 7) // 8, np.uint8), np.zeros(len(expected), np.int64)
+        of_moves = np.array(moves, np.int64), np.array(tables, np.int32), np.array(offsets, np.int64)
+        arrays: list[NDArray[Any]] = [place, *of_moves, written, listed]
+        if kernels.call("list_moves", *arrays) != 0:
+            wrong.append(f"{number}: they were not listed: {arrays}")
+        if listed.tolist() != expected:
+            wrong.append(f"{number}: they were listed otherwise: {arrays}")
+        if moves and kernels.call("list_moves", *arrays) != OTHER:
             wrong.append(f"{number}: blocks are written twice: {arrays}")
-        for place in range(len(arrays)):
+        for short in range(len(arrays) if moves else 0):
             bent = [one.copy() for one in arrays]
-            bent[place] = bent[place][:-1].copy()
-            bent[3][:] = 0
-            if (place != 3 or bent[3].size) and not _refused(kernels, "list_move", *bent):
-                wrong.append(f"{number}: array {place} is too short: {bent}")
-        for place in range(shape.size):  # whatever the answer, within the buffers
-            bent = [one.copy() for one in arrays]
-            bent[0][place] = chance.choice([*_STRANGE, bent[0][place] + 1])
-            _refused(kernels, "list_move", *bent)
+            bent[short] = bent[short][:-1].copy()
+            bent[4][:] = 0
+            if not _refused(kernels, "list_moves", *bent):
+                wrong.append(f"{number}: array {short} is too short: {bent}")
+        for array, at in [(0, at) for at in range(place.size)] + [(1, at) for at in range(len(moves))]:
+            bent = [one.copy() for one in arrays]  # whatever the answer, within the buffers
+            bent[array][at] = chance.choice([*_STRANGE, bent[array][at] + 1])
+            _refused(kernels, "list_moves", *bent)
     return wrong
 
 

@@ -1,8 +1,9 @@
 """The worker half's interface to the engine's memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from kv_core.errors import KVError
 from kv_core.outcome import LoadOutcome
 from kv_core.transfer import FileExtent, HostExtent, TransferPlan
 
@@ -75,7 +76,18 @@ class LayerwiseStore(Protocol):
 
 
 class LayerwiseCopier(DeviceCopier, Protocol):
-    """A copier that reports when each layer has arrived, and stores each layer as it is computed."""
+    """A copier that reports when each layer has arrived, and stores each layer as it is computed. It takes all of a
+    step's plans at once; what inherits from this takes one after the other."""
+
+    def load_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
+        """`load` each of these plans, which the copies end in the order of. Of one that is refused its error, and the
+        others are loaded. Nothing has begun before the iteration.
+        """
+        return (_tried(self.load, plan) for plan in plans)
+
+    def store_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
+        """`store` each of these plans, likewise."""
+        return (_tried(self.store, plan) for plan in plans)
 
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         """Prepare everything that copies of these extents need besides their plan, so that they cannot lack it later.
@@ -96,6 +108,13 @@ class LayerwiseCopier(DeviceCopier, Protocol):
         Raises:
             InputError: as for `load`.
         """
+
+
+def _tried(copy: Callable[[TransferPlan], CopyEvent], plan: TransferPlan) -> CopyEvent | KVError:
+    try:
+        return copy(plan)
+    except KVError as error:
+        return error
 
 
 class FileRead(CopyEvent, Protocol):

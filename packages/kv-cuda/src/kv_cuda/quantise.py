@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import numpy as np
 import torch
-from kv_core.device import CopyEvent, DeviceCopier
+from kv_core.device import CopyEvent, DeviceCopier, LayerwiseCopier
 from kv_core.errors import CopyFailed, InputError
 from kv_core.format import SCALE_BYTES, ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, HostExtent, TransferPlan
@@ -218,7 +218,7 @@ class StagingCopier(DeviceCopier, Protocol):
         """Register `memory`, uint8 in one axis."""
 
 
-class QuantisingCopier(AttachesPools):
+class QuantisingCopier(AttachesPools, LayerwiseCopier):
     """A `kv_core.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(

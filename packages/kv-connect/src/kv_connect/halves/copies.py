@@ -9,12 +9,14 @@ stay leased until this process ends.
 """
 
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
 
 from kv_core.device import CopyEvent
-from kv_core.errors import CopyFailed
+from kv_core.errors import CopyFailed, KVError
 from kv_core.log import limited_logger
+from kv_core.transfer import TransferPlan
 
 _log = limited_logger(__name__)
 _ASK_AGAIN_S: Final = 0.05
@@ -65,6 +67,29 @@ class Copies:
             _log.error("it is unknown whether a copy has ended; its memory stays reserved until it is known: %r", error)
             self.fail(error)
             return False
+
+
+Start: TypeAlias = Callable[[Sequence[TransferPlan]], Iterable[CopyEvent | KVError]]
+"""`LayerwiseCopier.load_each` or `store_each`."""
+
+
+def start_each(groups: Sequence[tuple[Start, Sequence[tuple[Copies, TransferPlan]]]]) -> None:
+    """Group by group, start a copy for each of these that has not failed; what is refused fails alone. If there is a
+    bug, which is raised, all fail that have not begun."""
+    for number, (start, planned) in enumerate(groups):
+        remaining = deque(each for each in planned if each[0].failure is None)
+        try:
+            for copy in start([plan for _, plan in remaining]) if remaining else ():
+                copies, _ = remaining.popleft()
+                if isinstance(copy, KVError):
+                    copies.fail(copy)
+                else:
+                    copies.add([copy])
+        except BaseException as error:
+            why = error if isinstance(error, Exception) else CopyFailed(repr(error))
+            for copies, _ in (*remaining, *(each for _, later in groups[number + 1 :] for each in later)):
+                copies.fail(why)
+            raise
 
 
 def await_copies(events: Iterable[CopyEvent]) -> None:

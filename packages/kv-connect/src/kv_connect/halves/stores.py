@@ -12,7 +12,7 @@ is reported twice was computed in parts, or recomputed, so it is gathered once m
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +27,7 @@ from kv_core.shape import NO_BLOCK, ConnectShape, stored_from, without_holes
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, packed, plan_transfer
 
 from kv_connect.figures import WorkerCounts
-from kv_connect.halves.copies import Copies
+from kv_connect.halves.copies import Copies, start_each
 from kv_connect.halves.step import StepPlan, StoreStep
 
 _log = limited_logger(__name__)
@@ -140,10 +140,17 @@ class Stores:
         if self._begun is not plan:
             self._begin(plan)
         self._begun = None
-        for store in self._storing:
-            parts, store.parts = store.parts, []
-            for part in parts:
-                self._gather(store, partial(self._gather_rest, part))
+        whole: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
+        try:
+            for store in self._storing:
+                parts, store.parts = store.parts, []
+                for part in parts:
+                    if part.by_layers is not None and part.gathered:
+                        self._gather(store, partial(self._gather_rest, part.by_layers, part.gathered))
+                    else:
+                        whole[part.group].append((store.copies, part.plan))
+        finally:  # none may count as gathered that was not
+            start_each([(copier.store_each, of_group) for copier, of_group in zip(self._copiers, whole, strict=True)])
 
     def abandon(self, plan: StepPlan) -> None:
         """The forward pass of this plan's step has failed: none of its chunks are stored."""
@@ -229,16 +236,20 @@ class Stores:
         if lease is None:
             return
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
-        slots = {(chunk, group): extent_of[key] for chunk, group, key in ordered if key in extent_of}
-        nbytes = sum(extent.nbytes for extent in lease.extents)
-        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots), plan.trial)
+        places: list[dict[int, HostExtent]] = [{} for _ in self._copiers]  # by group and chunk
+        for chunk, group, key in ordered:
+            if (extent := extent_of.get(key)) is not None:
+                places[group][chunk] = extent
+        nbytes = sum([extent.nbytes for extent in lease.extents])
+        tokens = self._tokens_counted(step, list(places[self._counted_group]))
+        store = _Store(self._plan_number, lease, nbytes, tokens, plan.trial)
         self._storing.append(store)
         self._in_flight_bytes += nbytes
         try:
             for gather in gathers:
                 group = gather.group
-                if chunks := [chunk for chunk in gather.chunks if (chunk, group) in slots]:
-                    transfer = gather.plan(chunks, [slots[chunk, group] for chunk in chunks])
+                if places[group]:
+                    transfer = gather.plan(list(places[group]), list(places[group].values()))
                     by_layers = self._copiers[group].store_layers(transfer) if self._by_layers else None
                     store.parts.append(_StorePart(group, transfer, by_layers))
         except Exception as error:
@@ -260,11 +271,9 @@ class Stores:
         self._counts.layers_stored_early += 1
         return [by_layers.gather((layer,))]
 
-    def _gather_rest(self, part: _StorePart) -> list[CopyEvent]:
-        if part.by_layers is None or not part.gathered:
-            return [self._copiers[part.group].store(part.plan)]
-        remaining = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
-        return [part.by_layers.gather(remaining)] if remaining else []
+    def _gather_rest(self, by_layers: LayerwiseStore, gathered: Container[int]) -> list[CopyEvent]:
+        remaining = [layer for layer in range(by_layers.layers) if layer not in gathered]
+        return [by_layers.gather(remaining)] if remaining else []
 
     def _order_after_earlier(self, store: _Store) -> list[CopyEvent]:
         """Order a repeated gather after the one that it replaces, even where copies have no queue."""
@@ -311,10 +320,10 @@ class Stores:
 
         return _Gather(number, range(first_chunk, chunks), plan)
 
-    def _tokens_counted(self, step: StoreStep, places: Iterable[tuple[int, int]]) -> int:
+    def _tokens_counted(self, step: StoreStep, chunks: Sequence[int]) -> int:
+        """chunks: those that the counted group stores."""
         if self._shard:
             return 0
-        chunks = [chunk for chunk, group in places if group == self._counted_group]
         tokens = len(chunks) * self._shape.chunk_tokens
         if step.tail_tokens and chunks and chunks[-1] == len(step.digests) - 1:
             tokens -= self._shape.chunk_tokens - step.tail_tokens
@@ -330,10 +339,10 @@ class Stores:
         }
         begin = partial(self._service.begin_store, holder=self._holder, **options)
         lease = begin(keys) if keys else None
-        if lease is not None and self._plan_number and lease.keys:
-            room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
-            sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
-            fitting = sum(1 for nbytes in sums if nbytes <= room_bytes)
+        sizes = [extent.nbytes for extent in lease.extents] if lease is not None and self._plan_number else []
+        room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
+        if lease is not None and sum(sizes) > room_bytes:
+            fitting = sum(nbytes <= room_bytes for nbytes in itertools.accumulate(sizes))
             if not self._storing:
                 fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
             if fitting < len(lease.keys):

@@ -18,7 +18,7 @@ from kv_core.shape import NO_BLOCK, ConnectShape, load_from
 from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, plan_transfer
 
 from kv_connect.figures import WorkerCounts
-from kv_connect.halves.copies import Copies
+from kv_connect.halves.copies import Copies, start_each
 from kv_connect.halves.direct_reads import DirectReads
 from kv_connect.halves.layerwise import LayerLoads
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
@@ -114,28 +114,20 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start every copy, the layerwise ones first; lease the chunks of the others."""
-        if not (plan.loads or plan.refused or self._loading):
+        if not (plan.loads or plan.refused):
             return  # most steps
-        self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
+        if layerwise := [step for step in plan.loads if step.extents]:
+            self._start_layers(layerwise, plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
-        # The shortest first, so that none waits for a longer one.
-        for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
-            if step.extents:
-                continue
-            load = self._loading[step.request_id] = _Load(step)
-            parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
-            if step.files:
-                parts = self._start_read(load, parts[0])
-            if not parts:
-                continue
-            match self._service.load([key for part in parts for key in part.keys], self._holder):
-                case ReadLease() as lease:
-                    load.lease = lease
-                    self._start_copies(load, lease, parts)
-                case LoadFailed(missing, reason):
-                    load.fail(reason, missing)
-        self._finish_loads()
+        planned: list[list[tuple[Copies, TransferPlan]]] = [[] for _ in self._copiers]
+        try:
+            # The shortest first, so that none waits for a longer one.
+            for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
+                if not step.extents:
+                    self._plan_copies(step, plan.space_id, planned)
+        finally:  # none may count as loaded that was not
+            start_each([(copier.load_each, of_group) for copier, of_group in zip(self._copiers, planned, strict=True)])
 
     def take_layerwise(self, *, wait: bool = False) -> StepReport:
         """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
@@ -177,8 +169,6 @@ class WorkerHalf:
         return True
 
     def _start_layers(self, steps: Sequence[LoadStep], space_id: bytes) -> None:
-        if not steps:
-            return
         requests = [step.request_id for step in steps]
         parts: list[Move | Copy] = []
         try:
@@ -255,16 +245,29 @@ class WorkerHalf:
             if load.copies.have_stopped():
                 self._finish(load)
 
-    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_LoadPart]) -> None:
+    def _plan_copies(
+        self, step: LoadStep, space_id: bytes, planned: Sequence[list[tuple[Copies, TransferPlan]]]
+    ) -> None:
+        """Lease the chunks of a load. planned: receives its copies, by group."""
+        load = self._loading[step.request_id] = _Load(step)
+        parts = [part for group in range(len(self._copiers)) if (part := self._part(space_id, step, group))]
+        if step.files:
+            parts = self._start_read(load, parts[0])
+        if not parts:
+            return
+        lease = self._service.load([key for part in parts for key in part.keys], self._holder)
+        if isinstance(lease, LoadFailed):
+            load.fail(lease.reason, lease.missing)
+            return
+        load.lease = lease
         offset = 0
         for part in parts:
             extents = lease.extents[offset : offset + len(part.keys)]
             offset += len(part.keys)
             try:
-                load.copies.add([self._copiers[part.group].load(self._plan_load(load.step, part, extents))])
+                planned[part.group].append((load.copies, self._plan_load(step, part, extents)))
             except KVError as error:
-                load.fail(str(error), part.keys)
-                return
+                load.copies.fail(error)
 
     def _finish(self, load: _Load) -> None:
         if load.copies.failure is not None:

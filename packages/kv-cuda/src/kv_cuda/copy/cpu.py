@@ -28,7 +28,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from kv_core.device import CopyEvent
+from kv_core.device import CopyEvent, LayerwiseCopier
 from kv_core.errors import InputError
 from kv_core.format import ChunkFormat
 from kv_core.transfer import HostExtent, TransferPlan
@@ -137,7 +137,7 @@ class _CpuPart:
     interleaved: bool
 
 
-class CpuCopier:
+class CpuCopier(LayerwiseCopier):
     """A `kv_core.device.DeviceCopier` for one group of layers. Not thread-safe: it has one scratch buffer."""
 
     def __init__(

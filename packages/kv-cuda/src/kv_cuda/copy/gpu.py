@@ -11,15 +11,15 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import chain, groupby, product
 
 import numpy as np
 import torch
-from kv_core.device import CopyEvent
-from kv_core.errors import ConfigError, CopyFailed, InputError
+from kv_core.device import CopyEvent, LayerwiseCopier
+from kv_core.errors import ConfigError, CopyFailed, InputError, KVError
 from kv_core.format import ChunkFormat
 from kv_core.transfer import HostExtent, Move, TransferPlan
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer
+from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer, no_buffers
 from kv_cuda.copy.plan import CopyTable, copy_shape, copy_table
 from kv_cuda.copy.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.streams import DoneEvent, GatheredLayers, make_queue
@@ -91,15 +91,15 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A plan that was validated, all of which goes directly.
+    """Plans that were validated, all of which go directly.
 
-    direction: the direction of its copies.
+    direction: the direction of their copies.
     tokens: the number of tokens in all of them.
-    pools: the names of its pools: one.
+    pools: the names of their pools: one.
     programs: the largest number of the kernel's programs.
     numbers: for each launch its blocks, and the addresses of its chunks.
-    launches: for each launch its tokens, where its blocks and its chunks are in `numbers`, and the position in these of
-        its first token.
+    launches: of each plan, for each launch its tokens, where its blocks and its chunks are in `numbers`, and the
+        position in these of its first token.
     per_slot: tokens of a block.
     """
 
@@ -108,11 +108,24 @@ class _Listed:
     pools: tuple[str]
     programs: int
     numbers: "array[int]"
-    launches: list[tuple[int, int, int, int]]
+    launches: list[list[tuple[int, int, int, int]]]
     per_slot: int
 
 
-class GpuCopier(AttachesPools):
+@dataclass(frozen=True, slots=True)
+class _Listable:
+    """What moves between a pool and blocks need to be listed; the same for every call.
+
+    place: `Place` in csrc/plans.c. written: bytes of a bit for each block. programs: as in `_Listed`.
+    """
+
+    pool: AttachedPool
+    place: "array[int]"
+    written: int
+    programs: int
+
+
+class GpuCopier(AttachesPools, LayerwiseCopier):
     """A `kv_core.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
@@ -137,8 +150,8 @@ class GpuCopier(AttachesPools):
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
         # For profilers: projected onto the device, a range covers the kernels and copies that this thread enqueues.
-        self._range: Callable[[str], AbstractContextManager[object]] = (
-            torch.cuda.nvtx.range if self._device.type == "cuda" else nullcontext
+        self._range: Callable[[str], AbstractContextManager[object]] | None = (
+            torch.cuda.nvtx.range if self._device.type == "cuda" else None
         )
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
@@ -149,7 +162,7 @@ class GpuCopier(AttachesPools):
         is_whole_row = self._kernel.run_words == self._kernel.row_words
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
-        self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
+        self._listables: dict[tuple[str, int, Direction], _Listable | None] = {}
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
             direction: _KernelPipeline(self._device, self._kernel, chunk_format.chunk_tokens)
@@ -172,14 +185,19 @@ class GpuCopier(AttachesPools):
     def _attach(self, name: str, pool: AttachedPool) -> None:
         if pool.bytes.data_ptr() % self._kernel.aligned:
             raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
+        self._listables.clear()
         super()._attach(name, pool)
+
+    def detach(self, pool: str) -> None:
+        self._listables.clear()
+        super().detach(pool)
 
     def _wait(self) -> None:
         for pipeline in self._pipelines.values():
             pipeline.end().wait()
 
     def load(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "load"), [self._all_planes])
+        (event,) = self._move(self._checked(plan, "load"), [self._kernel.all_planes])
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[CopyEvent]:
@@ -187,8 +205,14 @@ class GpuCopier(AttachesPools):
         return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "store"), [self._all_planes])
+        (event,) = self._move(self._checked(plan, "store"), [self._kernel.all_planes])
         return event
+
+    def load_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
+        return self._each(plans, "load") or super().load_each(plans)
+
+    def store_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
+        return self._each(plans, "store") or super().store_each(plans)
 
     def store_layers(self, plan: TransferPlan) -> GatheredLayers:
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
@@ -203,13 +227,21 @@ class GpuCopier(AttachesPools):
 
         return GatheredLayers(self._layout.layers, gather)
 
+    def _each(self, plans: Sequence[TransferPlan], direction: Direction) -> Sequence[CopyEvent]:
+        """All of these as one submission, with an event for each; none, if they are to be tried one by one."""
+        try:
+            listed = self._listed(plans, direction)
+            return [] if listed is None else self._move(listed, [self._kernel.all_planes])
+        except KVError:
+            return []  # when each is tried, it shows which it was
+
     def _planes(self, layers: Sequence[int]) -> list[Span]:
         """The planes of each of these layers: one of every part."""
         count = self._layout.layers
         return [(layer, self._kernel.plane_count // count, count) for layer in layers]
 
     def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked | _Listed:
-        if (listed := self._listed(plan, direction)) is not None:
+        if (listed := self._listed([plan], direction)) is not None:
             return listed
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
@@ -220,57 +252,78 @@ class GpuCopier(AttachesPools):
         chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
         return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
-    def _listed(self, plan: TransferPlan, direction: Direction) -> _Listed | None:
-        """A plan of moves between one pool and blocks, each listed by one call of C. None: it is another plan, or has
-        something that must be looked at more closely."""
-        kernels, size, moves = installed_kernels(), self._format.chunk_tokens, plan.parts
-        if kernels is None or plan.chunk_tokens != size or not moves or not isinstance(moves[0], Move):
+    def _listed(self, plans: Sequence[TransferPlan], direction: Direction) -> _Listed | None:
+        """Plans of moves between one pool and blocks, listed by one call of C. None: there are others among them, or
+        something must be looked at more closely."""
+        kernels, size, nbytes = installed_kernels(), self._format.chunk_tokens, self._format.nbytes
+        of_first = plans[0].parts
+        if kernels is None or not of_first or not isinstance(of_first[0], Move):
             return None
-        name, step, nbytes = moves[0].extents[0].pool, moves[0].block_tokens, self._format.nbytes
-        pool, layout, is_opaque = self._pools.get(name), self._layout, self._format.kind == "blocks"
+        name, step = of_first[0].extents[0].pool, of_first[0].block_tokens
+        case = name, step, direction
+        if case not in self._listables:
+            self._listables[case] = self._listable(name, step, direction)
+        if (listable := self._listables[case]) is None:
+            return None
+        is_opaque, per_chunk, total = self._format.kind == "blocks", size // step, 0
+        spans, tables, offsets, launches = array("q"), array("i"), array("q"), []
+        for plan in plans:
+            of_plan = []
+            for move in plan.parts:
+                if not isinstance(move, Move) or move.block_tokens != step or plan.chunk_tokens != size:
+                    return None
+                first, last = move.first_token, move.last_token
+                if is_opaque and (first % step or last % step):
+                    return None
+                chunk, end = first // size, -(-last // size)
+                begin = chunk - move.first_chunk
+                extents = move.extents[begin : end - move.first_chunk] if begin >= 0 else ()
+                if not 0 < len(extents) == end - chunk:
+                    return None
+                at = len(tables) + len(offsets)
+                tables += move.table[chunk * per_chunk : -(-last // step)]
+                places_at = len(tables) + len(offsets)
+                for extent in extents:
+                    if extent.nbytes != nbytes or extent.pool != name:
+                        return None
+                    offsets.append(extent.offset)
+                spans.append(first)
+                spans.append(last)
+                of_plan.append((last - first, at, places_at, first - chunk * size))
+                total += last - first
+            launches.append(of_plan)
+        count = len(tables) + len(offsets)
+        is_repeated = direction == "store" and len(set(offsets)) < len(offsets)
+        if is_repeated or count > 2 * self._pipelines[direction].list_tokens:
+            return None
+        numbers, written = array("q", bytes(8 * count)), array("B", bytes(listable.written))
+        arrays = listable.place, spans, tables, offsets, written, numbers
+        if kernels.invoke("list_moves", list(chain.from_iterable(map(place_of_packed, arrays)))) == OTHER:
+            return None
+        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
+        listable.pool.prepare(offsets, nbytes)
+        return _Listed(direction, total, (name,), listable.programs, numbers, launches, step)
+
+    def _listable(self, name: str, step: int, direction: Direction) -> _Listable | None:
+        """None: moves between this pool and blocks of so many tokens cannot be listed."""
+        pool, layout, size = self._pools.get(name), self._layout, self._format.chunk_tokens
         blocks, remainder = divmod(layout.blocks * layout.block_tokens, step)
-        if pool is None or remainder or size % step or (is_opaque and step != layout.block_tokens):
+        if pool is None or remainder or size % step or (self._format.kind == "blocks" and step != layout.block_tokens):
             return None
         path = self._copy_paths.choose(direction, self.run_bytes, may_stage=True, can_drive=self._can_drive)
         if path != "direct" and not pool.is_on_device:
             return None
         aligned = math.lcm(self._kernel.aligned, self._format.itemsize)
-        written = array("B", bytes((blocks + 7) // 8 if direction == "load" else 0))
         pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
-        numbers, launches = array("q"), []
-        every_offset: list[int] = []
-        for move in moves:
-            if not isinstance(move, Move) or move.block_tokens != step:
-                return None
-            first, last, first_chunk = move.first_token, move.last_token, move.first_token // size
-            begin, end = first_chunk - move.first_chunk, -(-last // size) - move.first_chunk
-            extents = move.extents[begin:end] if 0 <= begin < end <= len(move.extents) else ()
-            if {(extent.pool, extent.nbytes) for extent in extents} != {(name, nbytes)}:
-                return None
-            if is_opaque and (first % step or last % step):
-                return None
-            offsets = array("q", [extent.offset for extent in extents])
-            shape = array("q", (first, last, size, step, blocks, *pool_place, nbytes, aligned))
-            of_blocks = -(-last // step) - first_chunk * (size // step)
-            listed = array("q", bytes(8 * (of_blocks + len(offsets))))
-            arrays = map(place_of_packed, (shape, move.table, offsets, written, listed))
-            if kernels.call("list_move", *arrays) == OTHER:
-                return None
-            at = len(numbers)
-            launches.append((last - first, at, at + of_blocks, first - first_chunk * size))
-            numbers += listed
-            every_offset += offsets
-        room = 2 * self._pipelines[direction].list_tokens
-        if len(set(every_offset)) < len(every_offset) or len(numbers) > room:
-            return None
-        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
-        pool.prepare(every_offset, nbytes)
+        place = array("q", (size, step, blocks, *pool_place, self._format.nbytes, aligned))
         programs = _PROGRAMS_ON_DEVICE if pool.is_on_device else _PROGRAMS_ON_BUS[direction]
-        return _Listed(direction, plan.tokens, (name,), programs, numbers, launches, step)
+        return _Listable(pool, place, (blocks + 7) // 8 if direction == "load" else 0, programs)
 
     def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
-        """One event for each step; a step is the planes that have been moved when it completes."""
-        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
+        """One event for each step of each plan; a step is the planes that have been moved when it completes."""
+        if self._range is None:
+            return self._enqueue(checked, steps)
+        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
             return self._enqueue(checked, steps)
 
     def _enqueue(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
@@ -280,20 +333,24 @@ class GpuCopier(AttachesPools):
         uploaded = -1
         lists: Listing | None = None
         try:
-            listed = self._upload_listed(checked, pipeline) if isinstance(checked, _Listed) else []
+            if isinstance(checked, _Listed):
+                listed = self._upload_listed(checked, pipeline)
+                with pipeline.kernels.running():
+                    for spans, listings in product(steps, listed):
+                        for span, listing in product(spans, listings):
+                            pipeline.launch(listing, 0, span, checked.programs, to_engine=to_engine)
+                        events.append(pipeline.end())
+                return events
             for spans in steps:
-                if isinstance(checked, _Listed):
-                    for span, listing in product(spans, listed):
-                        pipeline.direct(listing, span, checked.programs, to_engine=to_engine)
-                    events.append(pipeline.end())
-                    continue
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
                         uploaded, lists = number, self._upload(groups, checked, pipeline)
                     self._launch(groups, lists, checked, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
-        except BaseException:
+        except BaseException as error:
             pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
+            if isinstance(error, torch.OutOfMemoryError):
+                raise no_buffers(error) from None
             raise
         return events
 
@@ -326,11 +383,15 @@ class GpuCopier(AttachesPools):
         can_drive = self._can_drive and is_in_blocks
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[Listing]:
-        at, size = pipeline.upload(np.frombuffer(checked.numbers, np.int64)), self._format.chunk_tokens
+    def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[list[Listing]]:
+        """Of each plan."""
+        at, size = pipeline.upload(memoryview(checked.numbers)), self._format.chunk_tokens
         return [
-            Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
-            for tokens, slots_at, rows_at, first in checked.launches
+            [
+                Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
+                for tokens, slots_at, rows_at, first in launches
+            ]
+            for launches in checked.launches
         ]
 
     def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> Listing | None:
@@ -338,7 +399,7 @@ class GpuCopier(AttachesPools):
         if all(group.copy_path == "driver" for group in groups):
             return None
         slots, rows = self._lists(groups, checked)
-        at = pipeline.upload(np.concatenate((slots, rows)))
+        at = pipeline.upload(np.concatenate((slots, rows)).data)
         return Listing(len(slots), at, at + len(slots))
 
     def _launch(
@@ -358,8 +419,9 @@ class GpuCopier(AttachesPools):
                 self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
                 tokens = lists.part(adjacent[0].start, adjacent[-1].start + adjacent[-1].tokens)
-                for span in spans:
-                    pipeline.direct(tokens, span, programs, to_engine=to_engine)
+                with pipeline.kernels.running():
+                    for span in spans:
+                        pipeline.launch(tokens, 0, span, programs, to_engine=to_engine)
             else:
                 for group in adjacent:
                     tokens = lists.part(group.start, group.start + group.tokens)
@@ -427,7 +489,7 @@ class _KernelPipeline:
         self._turn = 0
         self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
-        self._numbers: list[NDArray[np.int64]] = []  # the same memory, for which torch takes longer
+        self._numbers: list[memoryview] = []  # the same memory as bytes, for which torch and numpy take longer
         self._on_device: list[torch.Tensor] = []
         self._used: list[CopyEvent] = []
         self._list = self._filled = 0
@@ -453,15 +515,15 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, numbers: NDArray[np.int64]) -> int:
-        """Have these numbers on the device, valid until the next launch has read them. Returns where in the list."""
+    def upload(self, numbers: memoryview) -> int:
+        """Have these 64-bit numbers on the device until the next launch has read them. Returns where in the list."""
         if self._filled + len(numbers) > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
             self._list, self._filled = self._unused_list(), 0
         at, end = self._filled, self._filled + len(numbers)
         host_list, device_list = self._lists[self._list], self._on_device[self._list]
-        self._numbers[self._list][at:end] = numbers
+        self._numbers[self._list][8 * at : 8 * end] = numbers.cast("B")
         if device_list is not host_list:
             self.kernels.copy(device_list[at:end], host_list[at:end])
         self._filled = end
@@ -481,13 +543,9 @@ class _KernelPipeline:
         host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
         device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
         self._lists.append(host_list)
-        self._numbers.append(host_list.numpy())
+        self._numbers.append(host_list.numpy().data.cast("B"))
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
-
-    def direct(self, tokens: Listing, span: Span, programs: int, *, to_engine: bool) -> None:
-        """The kernel reads or writes the chunks where they are."""
-        self._launch(tokens, 0, span, programs, to_engine=to_engine)
 
     def staged(self, tokens: Listing, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time that lie side by side in the chunk."""
@@ -502,11 +560,13 @@ class _KernelPipeline:
                 self._copies.follow(self._free[turn])
                 self._copies.copy(slot, piece)
                 self.kernels.follow(self._copies.record())
-                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
+                with self.kernels.running():
+                    self.launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
                 self._free[turn] = self.kernels.record()
             else:
                 self.kernels.follow(self._free[turn])
-                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
+                with self.kernels.running():
+                    self.launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
                 self._copies.follow(self.kernels.record())
                 self._copies.copy(piece, slot)
                 self._free[turn] = self._copies.record()
@@ -519,12 +579,13 @@ class _KernelPipeline:
             for number in range(0, planes, at_once):
                 yield start + number * step, min(at_once, planes - number)
 
-    def _launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+    def launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+        """While the kernels' queue is running. base: 0 for chunks that the kernel reads or writes where they are; see
+        `RowKernel.move`."""
         numbers = self._on_device[self._list]
-        with self.kernels.running():
-            self._kernel.move(
-                numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
-            )
+        self._kernel.move(
+            numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
+        )
         self._has_launched = True
 
     def _make_ring(self) -> torch.Tensor:

@@ -112,7 +112,11 @@ def buffers_for_copies() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise CopyFailed(f"the device has no memory left for a copy's buffers: {error}") from None
+        raise no_buffers(error) from None
+
+
+def no_buffers(error: torch.OutOfMemoryError) -> CopyFailed:
+    return CopyFailed(f"the device has no memory left for a copy's buffers: {error}")
 
 
 class AttachesPools(ABC):

@@ -15,7 +15,8 @@ device memory that the copy engine fills.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,8 +102,7 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
             tl.store(chunk_words, tl.load(engine_words, mask=is_word), mask=is_word)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """How two lists name tokens: an entry of one stands for `per_slot` slots side by side, of the other for `per_row`.
 
     tokens: number of tokens.
@@ -122,7 +122,7 @@ class Listing:
         return Listing(end - start, self.slots_at + start, self.rows_at + start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowKernel:
     """`move_rows` for one cache and one chunk format: everything that does not change from call to call."""
 
@@ -137,7 +137,11 @@ class RowKernel:
     word_bytes: int
     aligned: int
 
-    @property
+    @cached_property
+    def all_planes(self) -> list[Span]:
+        return [(0, self.plane_count, 1)]
+
+    @cached_property
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments except the direction."""
         # Without the limit a state would be one tile, of more words than a program has registers for.

@@ -134,7 +134,8 @@ class PopulatedPages:
             return  # enough for now: a thread is worth half a distance
         self._used = used
         self._target = min(self._bytes, used + ahead)
-        self._wake.set()
+        if not self._wake.is_set():  # once a slot, while the thread has not come round
+            self._wake.set()
         self._start_thread()
 
     def written(self, nbytes: int) -> None:
