@@ -28,7 +28,7 @@ from kv_testing.http import store
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
 from kv_tiers.tier import TierUsage
-from kv_tiers.tier_state import Health, LaneCounts, SpillCounts, TierState
+from kv_tiers.tier_state import Health, LaneCounts, SpillCounts, TierQuota, TierState
 
 CHUNK_BYTES = 64 << 10
 # Ctrl-C ends it as in a terminal, also where whoever runs the tests ignores SIGINT, as nohup and jobs of scripts do.
@@ -238,7 +238,8 @@ def reported(
     at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, tier_name: str = "nvme", **changes: int
 ) -> Report:
     lane, spill = LaneCounts(loaded=loaded, stored=stored), SpillCounts(waiting=2, under_way=1)
-    tier = TierState(tier_name, Health.DOWN, "on fire", TierUsage(), lane, spill)
+    usage = TierUsage(quotas=(TierQuota("01", 700, 900),))
+    tier = TierState(tier_name, Health.DOWN, "on fire", usage, lane, spill)
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
@@ -294,8 +295,8 @@ def test_a_tier_that_fails_is_told_in_words() -> None:
 
 def test_tenants_are_told_by_name_with_their_quotas() -> None:
     lines = drawn(Watch().take(reported(10)))
-    assert "acme 200 B 300 B 2" in lines
-    assert "(shared) 100 B – 1" in lines
+    assert "acme 200 B 300 B 2 nvme 700 B of 900 B" in lines
+    assert "(shared) 100 B – 1 –" in lines
 
 
 def test_a_tiers_name_is_shown_as_it_is() -> None:

@@ -177,7 +177,8 @@ def spill_counts(server: ServerProcess) -> dict[str, int]:
 
 
 def start(tmp_path: Path, http: str = "127.0.0.1:0", token_file: str = "") -> ServerProcess:
-    tiers = [{"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
+    nvme = {"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    tiers = [nvme | {"quota_bytes": {"acme": "16MiB"}}]
     tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
     return launch(
         {
@@ -232,7 +233,7 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     assert "<b>engine-1</b>" in text  # text, and no element
     assert "chunk_tokens 256" in text
     tenants = browser.value("[...document.querySelectorAll('#tenants tr')].map(r => r.innerText).join('|')")
-    assert "acme\t0 B\t1.00 MiB\t0.0 %\t0" in tenants
+    assert "acme\t0 B\t1.00 MiB\t0.0 %\t0\tnvme 0 B of 15.5 MiB" in tenants  # 62 slots
     assert "(shared)\t1.88 MiB\t–" in tenants
     until(lambda: browser.value("document.getElementById('state').textContent") == "serving")
     status = httpx.get(f"{server.url}status").json()["caches"][0]

@@ -175,17 +175,25 @@ def _sessions(report: Report) -> Table:
 def _tenants(report: Report) -> Table:
     table = _table("tenants")
     table.add_column("tenant", no_wrap=True)
-    for name in ("in use", "quota", "chunks"):
+    for name in ("in the pool", "quota", "chunks"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [tenant for cache in report.caches for tenant in cache.tenants]
-    for tenant in rows[:_MAX_ROWS]:
+    table.add_column("below, of its quota there")
+    rows = [(cache, tenant) for cache in report.caches for tenant in cache.tenants]
+    for cache, tenant in rows[:_MAX_ROWS]:
         shared = not tenant.tag.strip("0")
         label = (
             _plain(tenant.name)
             if tenant.name
             else Text("(shared)" if shared else f"tag {on_one_line(tenant.tag)}", style="dim")
         )
-        table.add_row(label, _bytes(tenant.used_bytes), _bytes(tenant.quota_bytes), f"{tenant.chunks:,}")
+        below = ", ".join(
+            f"{tier.name} {_bytes(quota.used_bytes)} of {_bytes(quota.quota_bytes)}"
+            for tier in cache.tiers
+            for quota in tier.usage.quotas
+            if quota.tenant == tenant.tag
+        )
+        in_pool = _bytes(tenant.used_bytes), _bytes(tenant.quota_bytes), f"{tenant.chunks:,}"
+        table.add_row(label, *in_pool, _plain(below or "–"))
     unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
     _add_unlisted(table, len(rows) + unlisted)
     return table
