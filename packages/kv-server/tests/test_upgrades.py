@@ -217,6 +217,26 @@ def test_ports_follow_the_settings_of_the_new_server(home: Path) -> None:
     servers.close()
 
 
+@pytest.mark.parametrize("section", ["http", "peers"])
+def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str) -> None:
+    servers = with_ports(home)
+    was, settings = servers.ports(), json.loads(servers.config.read_text())
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        settings[section]["listen"] = f"127.0.0.1:{another.getsockname()[1]}"
+        servers.config.write_text(json.dumps(settings))
+        refused = servers.start("--take-over")
+        assert refused.wait(60) == 2
+        end(refused)
+        assert f"{section}: listen: cannot listen at 127.0.0.1:" in servers.log.read_text()
+    for port in was:
+        socket.create_connection(("127.0.0.1", port), 10).close()
+    settings[section]["listen"] = f"localhost:{was[section == 'peers']}"  # only the old server has it
+    servers.config.write_text(json.dumps(settings))
+    servers.upgrade()
+    assert f"localhost:{was[section == 'peers']}" in servers.ready
+    servers.close()
+
+
 NEW_DIES = [("send", 1), ("receive", 1), ("send", 2), ("receive", 2), ("commit", 1)]
 OLD_DIES = [("receive", 1), ("send", 1), ("receive", 2), ("send", 2), ("is_taken", 1)]
 QUICK = {

@@ -203,6 +203,7 @@ class Ports:
             section: (listen, socket.socket(fileno=descriptor))
             for section, (listen, descriptor) in (handed_over or {}).items()
         }
+        self._of_another = {listener.getsockname()[1] for _, listener in self._open.values()}
 
     def open(self) -> dict[str, tuple[str, int]]:
         """As `handed_over`, for another process. The descriptors stay ours too."""
@@ -215,6 +216,19 @@ class Ports:
             return listener is not None
         listener.close()
         return False
+
+    def open_now(self, section: str, listen: str) -> bool:
+        """Whether it is open at this address now. False: it is not wanted, or the process that hands over has the port
+        until it ends. Raises `ConfigError`: it is not possible to listen there."""
+        if self.keep(section, listen) or not listen:
+            return bool(listen)
+        try:
+            self.listen(section, listen)
+        except ConfigError:
+            if read_host_port(listen, section).port in self._of_another:
+                return False
+            raise
+        return True
 
     def listen(self, section: str, listen: str) -> tuple[socket.socket, HostPort]:
         """A listener that does not block, and its address. Raises `ConfigError`: it is not possible to listen there."""

@@ -164,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         ports = Ports() if succession is None else succession.ports
-        is_http_open = ports.keep("http", config.http.listen)
-        http = open_http(config.http, ports) if succession is None or is_http_open else None
+        is_open = succession is None or ports.open_now("http", config.http.listen)
+        http = open_http(config.http, ports) if is_open else None
         server = CacheServer(config, succession=succession, ports=ports)
         if succession is not None:
             try:

@@ -196,7 +196,7 @@ class CacheServer:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self.is_stopping = False
         try:
-            if succession is None or self.ports.keep("peers", config.peers.listen):
+            if succession is None or self.ports.open_now("peers", config.peers.listen):
                 self._open_peers()
             if succession is not None:
                 quotas = succession.prepared.quotas_set()
