@@ -17,7 +17,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "_kernels.so"
-COMPILE_S = 120
+COMPILE_S = 600
 
 
 def find_compiler() -> list[str]:
