@@ -113,7 +113,7 @@ def test_the_images_have_every_package_of_ours_that_they_need() -> None:
 
     vllm, server = (DOCKERFILE.split("FROM ")[at] for at in (2, 1))
     for text, wanted in (
-        (server, needed("kv-server") | {"kv-codecs"}),
+        (server, needed("kv-cluster") | {"kv-codecs"}),
         (vllm, needed("kv-blend") | needed("kv-vllm") | {"kv-codecs"}),
     ):
         (listed,) = re.findall(r"for name in (.*?); do", text)

@@ -14,6 +14,7 @@ import pytest
 from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
+from kv_core.device import LayerwiseCopier
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.service import CacheService, Ended, ReadLease
@@ -56,7 +57,7 @@ class Copy:
         self.complete()
 
 
-class SlowDevice:
+class SlowDevice(LayerwiseCopier):
     """A device of 64 slots of a token each, and the copies to it that are under way."""
 
     def __init__(self, service: CacheService, view: memoryview) -> None:

@@ -31,7 +31,7 @@ from kv_tiers.tiers.dram import DramTier
 CHUNK_BYTES = 256 << 10
 SHAPE = ChunkShape(256)
 PROMPT = 8
-CHUNK_S = 0.015
+CHUNK_S = 0.03
 """Seconds to compute a chunk: a `SLOW` tier takes 80 ms to bring one up, and one of 33 MB/s 8. A busy machine makes
 either longer by a few milliseconds."""
 COSTS = Costs(0, (CHUNK_S / 256, 0.0), (1e-4, 1e-9))
