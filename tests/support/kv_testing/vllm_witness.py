@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kv_core.device import CopyEvent
+from kv_core.device import CopyEvent, LayerwiseCopier
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_cuda import Copier, CpuCopier, PagedLayout, make_copier
@@ -85,6 +85,8 @@ class WitnessedCopier:
 
     def detach(self, pool: str) -> None:
         self._copier.detach(pool)
+
+    load_each, store_each = LayerwiseCopier.load_each, LayerwiseCopier.store_each  # one after the other
 
     @property
     def is_queued(self) -> bool:
