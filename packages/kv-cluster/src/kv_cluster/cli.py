@@ -236,7 +236,7 @@ def _replicate(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]
     if (args.to is None) == (args.copies is None):
         raise InputError("give either --to SERVER or --copies N")
     if args.copies is None:
-        return fleet.replicate(_prefix(args), [fleet.member(name) for name in args.to.split(",")])
+        return fleet.replicate(_prefix(args), _named(fleet, args.to))
     if args.copies < 1:
         raise InputError(f"--copies {args.copies}: write 1 or more")
     return fleet.copies(_prefix(args), args.copies)
@@ -281,7 +281,12 @@ def _drain(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
 
 
 def _members(args: argparse.Namespace, fleet: "Fleet") -> "list[Member]":
-    return list(fleet.states) if args.servers is None else [fleet.member(name) for name in args.servers.split(",")]
+    return list(fleet.states) if args.servers is None else _named(fleet, args.servers)
+
+
+def _named(fleet: "Fleet", names: str) -> "list[Member]":
+    """Each once."""
+    return list(dict.fromkeys(fleet.member(name.strip()) for name in names.split(",")))
 
 
 def _name(text: str) -> str:
