@@ -25,7 +25,6 @@ from kv_tiers.events import events
 from kv_tiers.options import read_options, spelled_as
 from msgspec import Meta
 
-
 AWAITED_S: Final = 15.0
 """Longer than a move takes from asking the target what it holds to dropping the source's copy."""
 

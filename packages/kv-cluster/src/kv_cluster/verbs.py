@@ -382,12 +382,12 @@ class Fleet:
                 outcomes.append(MemberOutcome(member.name, False, str(outcome)))
         return outcomes
 
-    def _held(self, member: Member, prefix: NamedPrefix, **more: object) -> HeldThere:
+    def _held(self, member: Member, prefix: NamedPrefix, *, for_move: bool = False) -> HeldThere:
         """Raises `NotDone`."""
         state = self.states[member]
         if isinstance(state, NotDone):
             raise state
-        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(**more), HeldThere)
+        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(for_move=for_move), HeldThere)
         if not 0 <= held.chunks <= prefix.chunks:
             raise NotDone(f"it says that it holds {held.chunks} of {prefix.chunks} chunks")
         return held
@@ -420,13 +420,15 @@ class Fleet:
         if is_retained:
             self._hint(member, prefix, wanted, "kv.retain", ttl_seconds=_RETAIN_S)
             held = self._held(member, prefix)
-        fetched = held.chunks - before
+        if held.chunks < wanted.chunks:
+            return False, f"has lost some again, and holds {held.chunks} of {wanted.chunks} chunks; run it again", {}
+        fetched = max(0, held.chunks - before)
         text = (
             f"has fetched {fetched} chunks, and holds {held.chunks}"
             if fetched
             else f"holds {held.chunks} chunks already"
         )
-        return held.chunks >= wanted.chunks, text, {"chunks": held.chunks, "fetched": fetched}
+        return True, text, {"chunks": held.chunks, "fetched": fetched}
 
     def _hint(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, kind: str, **payload: object) -> str:
         """Do this with the first chunks there. Returns why not all was done, or ""."""
