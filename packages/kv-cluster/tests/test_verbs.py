@@ -145,6 +145,8 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     text = fleet.texts("drain", fleet.name(3), "--timeout", "20")[3]
     assert text.startswith("drained: of ") and "refused" not in text
     assert sum(fleet.held(keys)[:3]) >= 6
+    assert 3 not in fleet.texts("replicate", "--copies", "2", keys=keys)  # its copy leaves with it
+    assert fleet.held(keys)[:3].count(6) == 2
     assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
     other = prompt("comes late", 3)
     store(fleet.caches[0], other)

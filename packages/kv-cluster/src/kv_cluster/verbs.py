@@ -255,12 +255,16 @@ class Fleet:
         """Have so many servers hold it: those that do, and then the emptiest. Raises `NotDone`: none holds it."""
         held = self._held_by_all(prefix)
         most = max((one.chunks for one in held.values()), default=0)
-        holders = [member for member, one in held.items() if most and one.chunks == most]
+        staying = {
+            member: state
+            for member, state in self.states.items()
+            if isinstance(state, ServerShown) and not state.is_draining
+        }
+        holders = [member for member, one in held.items() if most and one.chunks == most and member in staying]
         others = sorted(
             (state.fill, member.name, member)
-            for member, state in self.states.items()
-            if isinstance(state, ServerShown) and member not in holders
-            if not (state.frozen or state.is_draining or member.withheld)
+            for member, state in staying.items()
+            if member not in holders and not (state.frozen or member.withheld)
         )
         chosen = [*holders, *(member for *_, member in others)][:copies]
         outcomes = self.replicate(prefix, chosen)
