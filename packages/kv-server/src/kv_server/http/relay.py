@@ -184,8 +184,7 @@ class Relay:
             return await _in_time(future, None)  # it has begun, just now
         finally:
             future.cancel()  # if nobody waits for it any more
-            if self._report is not None and self._report.done():
-                self._report = None  # it may be from before
+            self._asked_s = 0.0  # the report may be from before
 
     async def caches(self) -> dict[Format, LocalCache]:
         """Raises `Problem`: as for `report`."""
