@@ -85,6 +85,29 @@ def test_a_verb_that_dies_anywhere_has_lost_nothing_and_is_finished_by_the_next(
         fleet.texts("unpin", "system", "--salt", "salt of acme")
 
 
+def test_two_moves_in_opposite_directions_never_drop_both_copies(
+    fleet: FourServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one as a whole between the first one's last look at its target and its drop."""
+    keys, exchange = prompt("both ways", 4), Client._exchange
+    for number in (0, 2):
+        store(fleet.caches[number], keys)
+    second: list[int] = []
+
+    def before_the_drop(asking: Client, url: str, path: str, body: object, until_s: float) -> tuple[int, bytes]:
+        if path.endswith("/drop") and not second:
+            second.append(-1)
+            second[:] = [fleet.run("move", "--from", fleet.name(2), "--to", fleet.name(0), keys=keys)[0]]
+        return exchange(asking, url, path, body, until_s)
+
+    monkeypatch.setattr(Client, "_exchange", before_the_drop)
+    status, answer = fleet.run("move", "--from", fleet.name(0), "--to", fleet.name(2), keys=keys)
+    assert 4 in fleet.held(keys)
+    assert second == [1] and status == 1
+    assert "moved to this very host within the last 15 s" in answer["servers"][1]["text"]
+    assert fleet.texts("clear", keys=keys)[0] == "cleared 4 leading chunks"  # that is no move
+
+
 def test_a_process_that_is_killed_in_a_move_and_one_that_is_not_leave_the_same(fleet: FourServers) -> None:
     """With SIGKILL, at moments that nobody chose."""
     keys = prompt("killed", 64)

@@ -19,12 +19,16 @@ def test_health_says_how_each_is(fleet: FourServers) -> None:
     for one in answer["servers"]:
         assert one["text"].startswith("0.1.0, up ") and "pool" in one["text"] and not one["frozen"]
     assert "disk" in answer["servers"][1]["text"]
+    keys = prompt("not while frozen", 2)
+    store(fleet.caches[0], keys)
     fleet.post(2, "freeze")
     try:
         answers = fleet.run("health")[1]["servers"]
+        _, refused = fleet.run("replicate", "--to", fleet.name(2), keys=keys)
     finally:
         fleet.post(2, "freeze/end")
     assert [one["frozen"] for one in answers] == [False, False, True, False]
+    assert refused["servers"][0]["text"] == "it is frozen, and holds only 0 of 2 chunks"
     assert re.search(r"; frozen for [0-9]+ s$", answers[2]["text"])
     assert "frozen" not in fleet.texts("health", "--servers", fleet.name(2))[2]
 
@@ -93,6 +97,11 @@ def test_a_pin_is_of_its_tenant_and_on_those_that_hold_it(fleet: FourServers) ->
     assert texts[3] == "pinned 2 of the 2 chunks that it holds"
     assert fleet.texts("pin", "system", "--servers", fleet.name(0), keys=theirs)[0].startswith("pinned 4")
     assert len(fleet.pins(0)) == 2 and len(fleet.pins(3)) == 1
+    status, answer = fleet.run("move", "--from", fleet.name(0), "--to", fleet.name(2), keys=ours)
+    assert status == 1 and "pinned as 'system': unpin it" in answer["servers"][1]["text"]
+    assert fleet.held(ours) == [4, 0, 4, 2] and len(fleet.pins(0)) == 2
+    again = fleet.texts("pin", "system", "--servers", f"{fleet.name(0)}, 127.0.0.11", "--timeout", "7200", keys=ours)
+    assert list(again) == [0]  # asked once, and for no longer than a server promotes
     assert fleet.run("pin", "system", "--servers", fleet.name(1), keys=ours)[0] == 1
     assert fleet.run("pin", "other", keys=prompt("nobody's", 3))[0] == 1
     for text in ("unpinned", "has no such pin"):
@@ -136,6 +145,8 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     text = fleet.texts("drain", fleet.name(3), "--timeout", "20")[3]
     assert text.startswith("drained: of ") and "refused" not in text
     assert sum(fleet.held(keys)[:3]) >= 6
+    assert 3 not in fleet.texts("replicate", "--copies", "2", keys=keys)  # its copy leaves with it
+    assert fleet.held(keys)[:3].count(6) == 2
     assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
     other = prompt("comes late", 3)
     store(fleet.caches[0], other)
@@ -155,6 +166,8 @@ def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:
     )
     assert fleet.run("health", "--url", "http://elsewhere:1")[0] == 2 and "{host}" in fleet.said
     assert fleet.run("replicate", keys=keys)[0] == 2
+    assert fleet.run("replicate", "--copies", "2", "--servers", fleet.name(0), keys=keys)[0] == 2
+    assert "unrecognized arguments: --servers" in fleet.said  # rather than ignored
     assert fleet.run("where", keys=[*keys, *prompt("options", 1, "globex")])[0] == 2 and "several tenants" in fleet.said
     assert fleet.run("where", "--coverages", "all,all", keys=keys[:1])[0] == 2 and "whole chunks" in fleet.said
     assert fleet.run("where", "--coverages", "most", keys=keys)[0] == 2

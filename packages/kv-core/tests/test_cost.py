@@ -178,6 +178,27 @@ def test_after_a_restart_where_all_is_found_a_slow_link_is_not_waited_for() -> N
     assert costs.of(0).compute_s(0, 8192) == pytest.approx(8192 * 0.02 / 48, rel=0.2)
 
 
+def test_a_first_long_step_outweighs_what_short_ones_say_of_it() -> None:
+    """Else its surprise is taken for a disturbance, and a slow link is waited for until long steps were tried often."""
+    clock = HandClock()
+    costs = EngineCosts(clock)
+    for tokens in (48, 48, 48, 48, 560):
+        costs.step_scheduled(tokens, tokens * tokens / 2, counts=True)
+        clock.advance(0.02 + tokens * 2e-5)
+        costs.step_ended()
+    assert won_by(costs.of(0), 128, 0, Wait(4, 0.04)) < 0.0
+
+
+def test_where_steps_are_limited_no_longer_one_has_to_be_measured() -> None:
+    """Else half of what computing takes is believed for ever, and a tier that is as quick as that is never read."""
+    clock = HandClock()
+    known, limited = EngineCosts(clock), EngineCosts(clock, step_tokens=256)
+    for costs in (known, limited):
+        for tokens in (256, 48, 256, 48, 256):
+            costs.prefill_took(tokens, 0.0, 0.02 + tokens * 4e-4)
+    assert won_by(known.of(0), 128, 0, Wait(16, 0.6)) < 0.0 < won_by(limited.of(0), 128, 0, Wait(16, 0.6))
+
+
 def test_a_long_step_that_was_disturbed_is_measured_again() -> None:
     """Else all is loaded over a slow link for ever, and only short steps are measured."""
     clock = HandClock()

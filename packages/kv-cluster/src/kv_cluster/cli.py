@@ -71,7 +71,7 @@ def register(commands: Any) -> None:
                 "--keys", metavar="FILE", help="the keys instead of a prompt: hex, or as kv keys prints JSON"
             )
             verb.add_argument("--coverages", default="all", metavar="LIST", help="by group, with commas (default: all)")
-        _add_options(verb)
+        _add_options(verb, chooses=name in ("health", "where", "pin", "unpin", "clear"))
         return verb
 
     add("health", _health, "which servers answer, and how they are")
@@ -95,10 +95,14 @@ def register(commands: Any) -> None:
     drain.add_argument("--end", action="store_true", help="stop offering, and store as before")
 
 
-def _add_options(verb: Any) -> None:
+def _add_options(verb: Any, *, chooses: bool) -> None:
+    """chooses: it is for all servers, or some."""
     fleet = verb.add_argument_group("servers")
     fleet.add_argument("--config", metavar="FILE", dest="server_config", help="the settings of one of the servers")
-    fleet.add_argument("--servers", metavar="LIST", help="only these, with commas: names or hosts as health shows them")
+    if chooses:
+        fleet.add_argument(
+            "--servers", metavar="LIST", help="only these, with commas: names or hosts as health shows them"
+        )
     fleet.add_argument(
         "--seed", metavar="URL", help="HTTP of a server that is asked which formats there are (default: this host's)"
     )
@@ -236,7 +240,7 @@ def _replicate(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]
     if (args.to is None) == (args.copies is None):
         raise InputError("give either --to SERVER or --copies N")
     if args.copies is None:
-        return fleet.replicate(_prefix(args), [fleet.member(name) for name in args.to.split(",")])
+        return fleet.replicate(_prefix(args), _named(fleet, args.to))
     if args.copies < 1:
         raise InputError(f"--copies {args.copies}: write 1 or more")
     return fleet.copies(_prefix(args), args.copies)
@@ -281,7 +285,12 @@ def _drain(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
 
 
 def _members(args: argparse.Namespace, fleet: "Fleet") -> "list[Member]":
-    return list(fleet.states) if args.servers is None else [fleet.member(name) for name in args.servers.split(",")]
+    return list(fleet.states) if args.servers is None else _named(fleet, args.servers)
+
+
+def _named(fleet: "Fleet", names: str) -> "list[Member]":
+    """Each once."""
+    return list(dict.fromkeys(fleet.member(name.strip()) for name in names.split(",")))
 
 
 def _name(text: str) -> str:

@@ -4,10 +4,12 @@ All else that `kv cluster` asks for, a server's own HTTP has. A request is about
 """
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Final
 
 import msgspec
 from kv_core.coverage import ChunkShape
@@ -22,6 +24,9 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events import events
 from kv_tiers.options import read_options, spelled_as
 from msgspec import Meta
+
+AWAITED_S: Final = 15.0
+"""Longer than a move takes from asking the target what it holds to dropping the source's copy."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +43,12 @@ class HeldHere(msgspec.Struct, frozen=True):
     tiers: dict[str, int] = {}
     fingerprint: str = ""
     chunk_bytes: int = 0
+
+
+class WhereRequest(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """for_move: another host drops its copy if this one has all of it: for a while this one drops none."""
+
+    for_move: bool = False
 
 
 class DropRequest(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,21 +81,48 @@ class ReadsPeers(msgspec.Struct, frozen=True):
     caches: int
 
 
+class Moves:
+    """The moves to this host that may be about to drop the source's copy. Two in opposite directions would else drop
+    both copies, and one between two names of a host its only one. Thread-safe.
+
+    A target is announced before it is asked what it holds, and `lock` is held while a copy is dropped, so of two such
+    moves at most one finds the other's copy and may drop its own.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._awaited: list[tuple[float, frozenset[ChunkKey]]] = []
+
+    def announce(self, keys: Sequence[ChunkKey]) -> None:
+        now_s = time.monotonic()
+        with self.lock:
+            self._awaited = [one for one in self._awaited if one[0] > now_s] + [(now_s + AWAITED_S, frozenset(keys))]
+
+    def check(self, keys: Sequence[ChunkKey]) -> None:
+        """Under the lock. Raises `Problem`: a move to this host relies on them."""
+        if any(until_s > time.monotonic() and not awaited.isdisjoint(keys) for until_s, awaited in self._awaited):
+            detail = f"chunks of it were moved to this very host within the last {AWAITED_S:g} s; keep it, or try later"
+            raise Problem(409, detail)
+
+
 def make_cluster(parameters: Mapping[str, object]) -> Sequence[Operation]:
     """The factory that `http.endpoints: [cluster]` names. Raises `ConfigError`: it takes no parameters."""
     read_options(ClusterOptions, parameters, "endpoint cluster")
     where = "How many leading chunks of a prefix this host holds, by tier"
     cleared = "Read of other hosts again what all have been cleared of"
     drop = "Drop a prefix from this host, or from all tiers"
+    moves = Moves()
     return [
-        Operation("POST", "/where", where, held_here, HeldHere, Shaped, failures=(409,)),
-        Operation("POST", "/drop", drop, drop_here, DroppedHere, DropRequest, failures=(409,)),
+        Operation("POST", "/where", where, partial(held_here, moves), HeldHere, WhereRequest, failures=(409,)),
+        Operation("POST", "/drop", drop, partial(drop_here, moves), DroppedHere, DropRequest, failures=(409,)),
         Operation("POST", "/cleared", cleared, all_cleared, ReadsPeers, AllCleared),
     ]
 
 
-def held_here(view: ServerView, body: Shaped) -> HeldHere:
+def held_here(moves: Moves, view: ServerView, body: WhereRequest) -> HeldHere:
     keys, shape = _keys(body), body.shape()
+    if body.for_move:
+        moves.announce(keys)
     found = [
         HeldHere(sum(tiers.values()), dict(tiers), fingerprint, max(group_bytes))
         for (group_bytes, fingerprint), cache in view.caches().items()
@@ -93,10 +131,13 @@ def held_here(view: ServerView, body: Shaped) -> HeldHere:
     return max(found, key=lambda held: held.chunks, default=HeldHere())
 
 
-def drop_here(view: ServerView, body: DropRequest) -> DroppedHere:
+def drop_here(moves: Moves, view: ServerView, body: DropRequest) -> DroppedHere:
     keys, shape, chunks = _keys(body), body.shape(), 0
-    for one, cache in view.caches().items():
-        if body.matches(one):
+    caches = [cache for one, cache in view.caches().items() if body.matches(one)]
+    with moves.lock:
+        if not body.everywhere:
+            moves.check(keys)
+        for cache in caches:
             chunks = max(chunks, sum(_held(cache, keys, shape).values()))
             if body.everywhere:
                 cache.forget(keys)
@@ -149,10 +190,15 @@ def _held(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape) -> Cou
 
 
 def _drop_own(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
-    """As `LocalCache.forget`, but of what this host alone has: what peers and shared tiers hold is still found."""
+    """As `LocalCache.forget`, but of what this host alone has: what peers and shared tiers hold is still found.
+    Raises `Problem`: some is pinned, which no other host would be told."""
     parts = cache.parts
     with parts.host.lock:
         parts.host.check_open()
+        slots = {slot for key in keys if (slot := parts.index.find(key)) is not None}
+        for name, pinned in cache.admin.pinned.items():
+            if not slots.isdisjoint(pinned):
+                raise Problem(409, f"it is pinned as {name.rpartition('.')[2]!r}: unpin it, and pin it where it goes")
         forgotten = parts.host.forget(keys)
         cache.admin.unpin_forgotten()
         parts.lower.on_forgotten(set(keys).__contains__)

@@ -30,6 +30,8 @@ _SETTLE_S: Final = 15.0
 _RETAIN_S: Final = 60.0
 """How long a target keeps what is moved there from eviction: longer than the source takes to drop it."""
 _GRACE_S: Final = 2.0
+_MAX_WARM_UP_S: Final = 3600.0
+"""The longest that a server promotes for a pin."""
 
 
 class PoolCounts(msgspec.Struct, frozen=True):
@@ -253,17 +255,21 @@ class Fleet:
         """Have so many servers hold it: those that do, and then the emptiest. Raises `NotDone`: none holds it."""
         held = self._held_by_all(prefix)
         most = max((one.chunks for one in held.values()), default=0)
-        holders = [member for member, one in held.items() if most and one.chunks == most]
+        staying = {
+            member: state
+            for member, state in self.states.items()
+            if isinstance(state, ServerShown) and not state.is_draining
+        }
+        holders = [member for member, one in held.items() if most and one.chunks == most and member in staying]
         others = sorted(
             (state.fill, member.name, member)
-            for member, state in self.states.items()
-            if isinstance(state, ServerShown) and member not in holders
-            if not (state.frozen or state.is_draining or member.withheld)
+            for member, state in staying.items()
+            if member not in holders and not (state.frozen or member.withheld)
         )
         chosen = [*holders, *(member for *_, member in others)][:copies]
         outcomes = self.replicate(prefix, chosen)
         if len(chosen) < copies:
-            why = f"{len(chosen)} of {copies}: no other server answers, is neither drained nor frozen"
+            why = f"{len(chosen)} of {copies}: all other servers are down, frozen or being drained"
             outcomes.append(MemberOutcome("copies", False, why))
         return outcomes
 
@@ -281,7 +287,7 @@ class Fleet:
             return [arrived, kept]
 
         def drop(member: Member) -> Did:
-            now = self._held(target, prefix)
+            now = self._held(target, prefix, for_move=True)
             if now.chunks < here.chunks:
                 return False, f"keeps it, as {target.name} has lost some again; run it again", {"dropped": 0}
             count = self._client.post(member, "/endpoints/cluster/drop", prefix.body(here.chunks), _Count).chunks
@@ -380,12 +386,12 @@ class Fleet:
                 outcomes.append(MemberOutcome(member.name, False, str(outcome)))
         return outcomes
 
-    def _held(self, member: Member, prefix: NamedPrefix) -> HeldThere:
+    def _held(self, member: Member, prefix: NamedPrefix, *, for_move: bool = False) -> HeldThere:
         """Raises `NotDone`."""
         state = self.states[member]
         if isinstance(state, NotDone):
             raise state
-        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(), HeldThere)
+        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(for_move=for_move), HeldThere)
         if not 0 <= held.chunks <= prefix.chunks:
             raise NotDone(f"it says that it holds {held.chunks} of {prefix.chunks} chunks")
         return held
@@ -401,6 +407,8 @@ class Fleet:
         if isinstance(state, ServerShown) and state.is_draining:
             return False, "it is being drained, and takes nothing new", {"fetched": 0}
         held = self._held(member, prefix)
+        if isinstance(state, ServerShown) and state.frozen and held.chunks < wanted.chunks:
+            return False, f"it is frozen, and holds only {held.chunks} of {wanted.chunks} chunks", {"fetched": 0}
         before, best, why, best_s = held.chunks, held.chunks, "", time.monotonic()
         while held.chunks < wanted.chunks:
             now_s = time.monotonic()
@@ -416,13 +424,15 @@ class Fleet:
         if is_retained:
             self._hint(member, prefix, wanted, "kv.retain", ttl_seconds=_RETAIN_S)
             held = self._held(member, prefix)
-        fetched = held.chunks - before
+        if held.chunks < wanted.chunks:
+            return False, f"has lost some again, and holds {held.chunks} of {wanted.chunks} chunks; run it again", {}
+        fetched = max(0, held.chunks - before)
         text = (
             f"has fetched {fetched} chunks, and holds {held.chunks}"
             if fetched
             else f"holds {held.chunks} chunks already"
         )
-        return held.chunks >= wanted.chunks, text, {"chunks": held.chunks, "fetched": fetched}
+        return True, text, {"chunks": held.chunks, "fetched": fetched}
 
     def _hint(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, kind: str, **payload: object) -> str:
         """Do this with the first chunks there. Returns why not all was done, or ""."""
@@ -434,7 +444,7 @@ class Fleet:
 
     def _pinned(self, member: Member, prefix: NamedPrefix, name: str, held: HeldThere) -> int:
         """Promote what it holds, and pin it; returns how many chunks."""
-        more = {"name": f"{prefix.tenant}.{name}", "timeout_s": self._timeout_s}
+        more = {"name": f"{prefix.tenant}.{name}", "timeout_s": min(self._timeout_s, _MAX_WARM_UP_S)}
         job = self._client.post(member, "/prefixes/warm-up", prefix.body(held.chunks, held, **more), _JobState)
         until_s = time.monotonic() + self._timeout_s
         while job.state == "running":

@@ -324,12 +324,13 @@ class Engine(OffSwitch):
         *,
         before: Origins | None = None,
         shares_blocks: bool = False,
+        step_tokens: int = 0,
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
         served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates the observer of
             its weights. before: the origins of its weights before they were loaded; None: not known. shares_blocks: as
-            `SchedulerHalf` has it.
+            `SchedulerHalf` has it. step_tokens: as `EngineCosts` has it.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(
@@ -349,7 +350,10 @@ class Engine(OffSwitch):
             self._shape,
             name=self.id,
             costs=EngineCosts(
-                MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
+                MonotonicClock(),
+                use=settings.use,
+                prefill_tokens_per_second=settings.cost.prefill_tokens_per_second,
+                step_tokens=step_tokens,
             ),
             layerwise=self._layerwise_rule(),
             handovers=HandOvers(self._shape, MonotonicClock(), wait_s=handover.wait_s, hold_s=handover.hold_s),

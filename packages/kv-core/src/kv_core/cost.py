@@ -17,7 +17,8 @@ Use = Literal["auto", "always", "never"]
 
 MeasuredWhat = Literal["compute", "load"]
 
-_REACH = 2
+REACH = 2
+"""How many times as much work as was measured is believed to take the time that is extrapolated."""
 _FULL_STEP_TOKENS = 1024
 """From about this many tokens on, a step takes time in proportion to them on any device."""
 
@@ -154,7 +155,7 @@ def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
     first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
     compute_s = costs.compute_s(first_token, last_token) or 0.0
     tokens = min(last_token - max(first_token, costs.computed_tokens), _FULL_STEP_TOKENS)
-    if tokens > (reach := _REACH * costs.measured_tokens) > 0:
+    if tokens > (reach := REACH * costs.measured_tokens) > 0:
         compute_s *= reach / tokens
     load_s = (costs.load_s(0, last_token) or 0.0) - (costs.load_s(0, first_token) or 0.0)
     return compute_s - load_s - wait.seconds

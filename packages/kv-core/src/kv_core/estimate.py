@@ -59,13 +59,14 @@ class Estimator:
         self._settled_at: float = 2 * self._min_samples
         self.samples = 0
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
-        """Add a sample. Constant time."""
+    def add(self, features: Sequence[float], seconds: float, *, is_beyond: bool = False) -> None:
+        """Add a sample. Constant time. is_beyond: of far more work than all before, from which nothing can be expected
+        of it."""
         if not seconds > 0.0:
             return
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
         self._last.append((sample, seconds))
-        expected = None if self._published is None else self._expected(self._published, sample)
+        expected = None if self._published is None or is_beyond else self._expected(self._published, sample)
         if expected is not None and (recent := self._samples_since_change(log(seconds / expected))):
             self._forget()
             for recent_sample, recent_s in recent:

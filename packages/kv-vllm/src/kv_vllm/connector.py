@@ -431,6 +431,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     lambda space: VllmWeights(space, self._vllm_config, self._requests),
                     before=before_loading(self._vllm_config),
                     shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+                    step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 )
                 assert self._engine.cache is not None
                 self._turns = Turns.of(self._vllm_config.model_config)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Measured, MeasuredWhat, Use
+from kv_core.cost import REACH, Costs, Measured, MeasuredWhat, Use
 from kv_core.estimate import Estimator
 
 MIN_PREFILL_TOKENS = 16
@@ -40,12 +40,17 @@ class _Step:
 class EngineCosts:
     """The costs of one engine. Used only on the scheduler's thread."""
 
-    def __init__(self, clock: Clock, *, use: Use = "auto", prefill_tokens_per_second: float = 0.0) -> None:
-        """prefill_tokens_per_second: the engine's speed if it is known in advance; 0: it is learnt."""
+    def __init__(
+        self, clock: Clock, *, use: Use = "auto", prefill_tokens_per_second: float = 0.0, step_tokens: int = 0
+    ) -> None:
+        """prefill_tokens_per_second: the engine's speed if it is known in advance; 0: it is learnt.
+        step_tokens: the most that it computes in a step; 0: not known.
+        """
         self.use = use
         self._clock = clock
         self._configured_compute = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
         self._compute = Estimator(3)
+        self._step_tokens = step_tokens
         self._longest_tokens = self._shorter_steps = 0
         self._forget_after_steps = _FEW_SHORT_STEPS
         self._load = Estimator(2)
@@ -67,7 +72,8 @@ class EngineCosts:
         """
         if (use or self.use) != "auto":
             return Costs(computed_tokens)
-        measured_tokens = 0 if self._configured_compute is not None else self._longest_tokens
+        holds_for_any = self._configured_compute is not None or 0 < self._step_tokens <= REACH * self._longest_tokens
+        measured_tokens = 0 if holds_for_any else self._longest_tokens
         compute, load = self._compute_cost(), self._load_cost()
         return Costs(computed_tokens, compute, load, stores, layerwise_tokens, measured_tokens=measured_tokens)
 
@@ -135,7 +141,7 @@ class EngineCosts:
         """
         features = (1.0, tokens, pairs)
         self._note("compute", self._compute.seconds(features), seconds)
-        self._compute.add(features, seconds)
+        self._compute.add(features, seconds, is_beyond=tokens > REACH * self._longest_tokens)
         self._shorter_steps += 1
         is_forgotten = self._shorter_steps > self._forget_after_steps
         if tokens >= self._longest_tokens or is_forgotten:

@@ -110,4 +110,4 @@ async def _prefetch(
         await asyncio.sleep(0.005)
     if job.state == "failed":
         return hint.rejected(job.reason)
-    return _of(hint, job.chunks, len(keys) // shape.keys_per_chunk, "no tier holds more of it")
+    return _of(hint, job.chunks, len(keys) // shape.keys_per_chunk, "no tier holds more of it, or the pool is full")

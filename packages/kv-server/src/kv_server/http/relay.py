@@ -184,6 +184,7 @@ class Relay:
             return await _in_time(future, None)  # it has begun, just now
         finally:
             future.cancel()  # if nobody waits for it any more
+            self._asked_s = 0.0  # the report may be from before
 
     async def caches(self) -> dict[Format, LocalCache]:
         """Raises `Problem`: as for `report`."""
