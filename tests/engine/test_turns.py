@@ -7,6 +7,7 @@ import pytest
 from kv_testing.spelling import TOOL_CALL
 from kv_vllm.turns import Turns, marks_a_call
 from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 
@@ -32,8 +33,11 @@ def test_no_token_of_a_call(token: str) -> None:
     assert not marks_a_call(token)
 
 
-def finished(*tokens: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> Any:
-    return SimpleNamespace(output_token_ids=tokens, status=status)
+def finished(
+    *tokens: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED, structure: dict[str, Any] | None = None
+) -> Any:
+    sampling = SamplingParams(structured_outputs=structure and StructuredOutputsParams(**structure))
+    return SimpleNamespace(output_token_ids=tokens, status=status, sampling_params=sampling)
 
 
 def test_a_turn_has_ended_with_an_answer_without_a_call_once_calls_were_seen(spelling_llama: str) -> None:
@@ -44,6 +48,8 @@ def test_a_turn_has_ended_with_an_answer_without_a_call_once_calls_were_seen(spe
     assert not turns.has_ended(finished(TOOL_CALL))
     for status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED):
         assert not turns.has_ended(finished(5, status=status))
+    assert not turns.has_ended(finished(5, structure={"json": {"type": "array"}})), "a required call is JSON alone"
+    assert turns.has_ended(finished(5, structure={"choice": ["yes", "no"]}))
 
 
 def test_an_engine_without_a_tokenizer_is_told_nothing_by_its_answers(

@@ -1,13 +1,14 @@
 """What leaves of a model with windows and states: what no boundary asked for lately needs, and no full attention."""
 
 import hashlib
+from collections.abc import Sequence
 
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey, KeySpace
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-from kv_eviction import POLICY_NAMES, make_policy
+from kv_eviction import POLICY_NAMES, LruPolicy, make_policy
 from kv_tiers import HostPool, LocalCache
 
 SESSIONS, TURNS, GROWN = 6, 20, 4
@@ -59,6 +60,23 @@ def test_without_a_policy_that_knows_coverages_windows_push_full_attention_out()
     cache._bounded.note = lambda keys, shape: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="has left"):
         play(cache, WINDOWS)
+
+
+def test_a_policy_is_told_of_a_turns_end_by_what_it_knows_of_the_prompt() -> None:
+    told: list[tuple[list[ChunkKey], list[int]]] = []
+
+    class Policy(LruPolicy):
+        def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+            told.append((list(keys), list(slots)))
+
+    cache = LocalCache(HostPool.anonymous("turns", 64, 32), policy=Policy())
+    keys = prompt(0, 2, WINDOWS)
+    cache.lookup(keys, "r", shape=WINDOWS)
+    for stored in (keys[:12:2], keys[9:12:2]):  # a window, and of full attention all but the last two chunks
+        cache.commit(cache.begin_store(stored, "w"))
+    cache.turn_ended(keys)
+    assert told == [(keys[::2], [cache._index.find(key) for key in keys[:12:2]])]
+    cache.close()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -46,6 +46,15 @@ def test_invalid_tags_stay_for_the_scheduler_to_refuse(tags: Any) -> None:
     assert entered(sampling, "k") == (sampling, "k")
 
 
+@pytest.mark.parametrize("sampling", [TAGGED, [TAGGED]])
+def test_tags_stay_where_there_is_no_key_that_could_have_them(sampling: Any) -> None:
+    """Else the request would be served as one without."""
+    obj = SimpleNamespace(sampling_params=sampling, extra_key=[5])
+    with pytest.raises(TypeError):
+        enter(obj, {})
+    assert (obj.sampling_params, obj.extra_key) == (sampling, [5])
+
+
 @pytest.mark.parametrize("sampling", [None, {}, [], "text", {"custom_params": "x"}, {"custom_params": {"kv_tiers": 1}}])
 def test_a_request_without_options_stays_as_it_is(sampling: Any) -> None:
     assert entered(sampling) == (sampling, None)

@@ -166,6 +166,11 @@ def wrong_lists(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
             bent[4][:] = 0
             if not _refused(kernels, "list_moves", *bent):
                 wrong.append(f"{number}: array {short} is too short: {bent}")
+        for at in (2, 4, 5) if moves else ():
+            bent = [one.copy() for one in arrays]
+            bent[0][at] = -(1 << 63)
+            if not _refused(kernels, "list_moves", *bent):
+                wrong.append(f"{number}: a count or size is negative: {bent}")
         for array, at in [(0, at) for at in range(place.size)] + [(1, at) for at in range(len(moves))]:
             bent = [one.copy() for one in arrays]  # whatever the answer, within the buffers
             bent[array][at] = chance.choice([*_STRANGE, bent[array][at] + 1])

@@ -109,7 +109,10 @@ class CoveragePolicy:
         self._recent.extended((), recent[::-1])
 
     def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        self.policy.turn_ended(keys, [slot for slot in slots if slot not in self.bounded_slots])
+        if self._bounded or self.bounded_slots:
+            keys = [key for key in keys if not self._bounded.has(key)]
+            slots = [slot for slot in slots if slot not in self.bounded_slots]
+        self.policy.turn_ended(keys, slots)
 
     def removed(self, slot: int) -> None:
         if slot < len(self._last_use):

@@ -118,17 +118,17 @@ def enter(obj: Any, scope: Mapping[str, Any]) -> None:
         return
     roots = [root for _, root in entered]
     if not isinstance(given, list):
-        obj.sampling_params = entered[0][0]
         if roots[0]:
             keys = obj.extra_key
             obj.extra_key = [k + roots[0] for k in keys] if isinstance(keys, list) else (keys or "") + roots[0]
+        obj.sampling_params = entered[0][0]  # last: tags leave them only for a key that has them
         return
     keys = obj.extra_key if isinstance(obj.extra_key, list) else [obj.extra_key or ""] * len(given)
     if len(keys) != len(given):
         return  # SGLang refuses it
-    obj.sampling_params = [sampling or one for one, (sampling, _) in zip(given, entered, strict=True)]
     if any(roots):
         obj.extra_key = [key + root for key, root in zip(keys, roots, strict=True)]
+    obj.sampling_params = [sampling or one for one, (sampling, _) in zip(given, entered, strict=True)]
 
 
 def _entered(sampling: Any, seconds: int) -> tuple[dict[str, Any] | None, str]:

@@ -3,7 +3,8 @@ only once they have read.
 
 Templates of models that call tools mark a call with tokens of their own, such as `</tool_call>`, `<|python_tag|>` or
 `<|call|>`. Those are among the tokens that a tokenizer has in addition to its vocabulary. A model that writes its calls
-as plain text has none: its answers tell nothing. Nor do those of an engine that has not seen a call yet.
+as plain text has none: its answers tell nothing. Nor do those of an engine that has not seen a call yet, nor those that
+vLLM has follow a JSON schema, as it does where a client requires a call: that is JSON alone.
 """
 
 import re
@@ -52,5 +53,9 @@ class Turns:
             return False
         if not self._call_tokens.isdisjoint(request.output_token_ids):
             self._has_seen_calls = True
+            return False
+        sampling = request.sampling_params
+        structure = None if sampling is None else sampling.structured_outputs
+        if structure is not None and structure.json is not None:
             return False
         return self._has_seen_calls and request.status is RequestStatus.FINISHED_STOPPED

@@ -31,7 +31,7 @@ EXPORT int64_t kv_list_moves(const u8 *place, size_t place_bytes, const u8 *move
         return KV_MISFIT;
     memcpy(&p, place, sizeof p);
     if (p.chunk_tokens < 1 || p.block_tokens < 1 || p.chunk_tokens > INT32_MAX || p.chunk_tokens % p.block_tokens ||
-        p.blocks < 0 || p.blocks > INT32_MAX || p.chunk_bytes < 0 || p.aligned < 1 ||
+        p.blocks < 0 || p.blocks > INT32_MAX || p.pool_bytes < 0 || p.chunk_bytes < 0 || p.aligned < 1 ||
         (written_bytes && written_bytes < (uint64_t)(p.blocks + 7) / 8))
         return KV_MISFIT;
     for (; moves_bytes; moves += sizeof m, moves_bytes -= sizeof m) {
