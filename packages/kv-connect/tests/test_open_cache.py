@@ -70,6 +70,7 @@ def test_a_replica_waits_longer_for_the_one_that_leads_than_ranks_do_for_their_f
     """Each loads and compiles its model on its own, and one may take minutes more than another."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(connect, "_WAIT_FOR_FIRST_S", 0.0)
+    monkeypatch.setattr(connect, "_WAIT_FOR_LEADER_S", 40.0)  # whatever fails here, the thread ends
     caplog.set_level(logging.INFO)
     settings, engine = msgspec.convert(POOL | {"server": {"answer_s": 10}}, Settings), uuid.uuid4().hex
 
