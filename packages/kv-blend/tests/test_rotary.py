@@ -22,6 +22,7 @@ def rotated(keys: torch.Tensor, positions: torch.Tensor, pairing: str, frequenci
     return torch.cat((joined, keys[..., planes:].double()), -1)
 
 
+@pytest.mark.slow
 @given(
     pairing=st.sampled_from(["halves", "neighbours"]),
     planes=st.integers(1, DIM // 2),

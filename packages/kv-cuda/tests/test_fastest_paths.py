@@ -127,6 +127,7 @@ def test_measuring_files_finds_both_paths_and_which_is_faster(tmp_path: Path) ->
         list(measure_files(cpu, tmp_path / "none", NoCuFile("", ""), sizes))
 
 
+@pytest.mark.slow
 def test_the_command_keeps_which_path_is_faster_for_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -528,7 +528,13 @@ def test_what_is_no_entry_is_passed_over(ending: ExitStack, valkey: AskedServer)
     assert state_of(tier).hosts == 1
 
 
-@pytest.mark.parametrize("fields", [["e", bytes(16 << 20)], ["x", "y"] * 400_000], ids=["16 MB", "400,000 fields"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(["e", bytes(16 << 20)], id="16 MB"),
+        pytest.param(["x", "y"] * 400_000, id="400,000 fields", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_too_large_for_an_entry_is_passed_over(
     ending: ExitStack, valkey: AskedServer, caplog: pytest.LogCaptureFixture, fields: list[str | bytes]
 ) -> None:

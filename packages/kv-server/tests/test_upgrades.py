@@ -217,7 +217,7 @@ def test_ports_follow_the_settings_of_the_new_server(home: Path) -> None:
     servers.close()
 
 
-@pytest.mark.parametrize("section", ["http", "peers"])
+@pytest.mark.parametrize("section", ["http", pytest.param("peers", marks=pytest.mark.slow)])
 def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str) -> None:
     servers = with_ports(home)
     was, settings = servers.ports(), json.loads(servers.config.read_text())
