@@ -144,7 +144,7 @@ def test_a_target_that_is_killed_is_named_and_served_again_later(fleet: FourServ
     kill_server(fleet.servers[2])
     fleet.caches[2].close()
     status, answer = fleet.run(*words, keys=keys)
-    assert status == 1 and "cannot be asked" in str(answer)
+    assert status == 1 and "cannot be reached" in str(answer)
     assert fleet.held(keys)[0] == 32
     fleet.servers[2] = fleet.start(2)
     fleet.caches[2] = join_at(fleet.servers[2].socket)

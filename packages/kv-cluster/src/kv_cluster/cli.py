@@ -104,7 +104,7 @@ def _add_options(verb: Any, *, chooses: bool) -> None:
             "--servers", metavar="LIST", help="only these, with commas: names or hosts as health shows them"
         )
     fleet.add_argument(
-        "--seed", metavar="URL", help="HTTP of a server that is asked which formats there are (default: this host's)"
+        "--seed", metavar="URL", help="HTTP of a server that says which formats there are (default: this host's)"
     )
     fleet.add_argument(
         "--url",

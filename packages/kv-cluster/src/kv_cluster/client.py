@@ -1,5 +1,5 @@
-"""Asks a member over HTTP, within limits of time and size: whatever a server answers, it cannot hold up or mislead the
-others' verbs."""
+"""Queries a member over HTTP, within limits of time and size: whatever a server answers, it cannot hold up or mislead
+the others' verbs."""
 
 import http.client
 import socket
@@ -41,7 +41,7 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks members. token: empty: there is none. tls: for https; None: the members have http."""
+    """Sends requests to members. token: empty: there is none. tls: for https; None: the members have http."""
 
     token: str
     tls: ssl.SSLContext | None
@@ -53,15 +53,17 @@ class Client:
     def post(self, member: Member, path: str, body: object, wanted: type[A], *, timeout_s: float | None = None) -> A:
         """With the token. Raises `NotDone`."""
         if member.withheld:
-            raise NotDone(f"not asked: {member.withheld}")
+            raise NotDone(f"no request sent: {member.withheld}")
         if not self.token:
-            raise NotDone("not asked: changes need the servers' token: give http.token_file or --token-file")
+            raise NotDone("no request sent: changes need the servers' token: give http.token_file or --token-file")
         return self._ask(member, path, {} if body is None else body, wanted, timeout_s or ANSWER_S)
 
     def _ask(self, member: Member, path: str, body: object, wanted: type[A], timeout_s: float) -> A:
         """body: None: it is a GET, without the token."""
         if not member.url:
-            raise NotDone("not asked: several servers of the directory are on this host, and share no HTTP address")
+            raise NotDone(
+                "no request sent: several servers of the directory are on this host, and share no HTTP address"
+            )
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -70,7 +72,7 @@ class Client:
                 raise NotDone(f"no answer from {member.url} within {timeout_s:g} s") from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 why = shown(str(error) or type(error).__name__)
-                raise NotDone(f"{member.url} cannot be asked: {why}") from None
+                raise NotDone(f"{member.url} cannot be reached: {why}") from None
             if status not in (429, 503) or time.monotonic() + _PATIENCE_S > until_s:
                 break
             time.sleep(_PATIENCE_S)  # it is busy, and says so

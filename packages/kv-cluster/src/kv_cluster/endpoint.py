@@ -39,10 +39,10 @@ class HeldHere(msgspec.Struct, frozen=True):
     fingerprint, chunk_bytes: the format of the cache that has most of the prefix.
     """
 
-    chunks: int = 0
-    tiers: dict[str, int] = {}
-    fingerprint: str = ""
-    chunk_bytes: int = 0
+    chunks: int
+    tiers: dict[str, int]
+    fingerprint: str
+    chunk_bytes: int
 
 
 class WhereRequest(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,7 +85,7 @@ class Moves:
     """The moves to this host that may be about to drop the source's copy. Two in opposite directions would else drop
     both copies, and one between two names of a host its only one. Thread-safe.
 
-    A target is announced before it is asked what it holds, and `lock` is held while a copy is dropped, so of two such
+    A target is announced before it says what it holds, and `lock` is held while a copy is dropped, so of two such
     moves at most one finds the other's copy and may drop its own.
     """
 
@@ -128,7 +128,7 @@ def held_here(moves: Moves, view: ServerView, body: WhereRequest) -> HeldHere:
         for (group_bytes, fingerprint), cache in view.caches().items()
         if body.matches((group_bytes, fingerprint)) and (tiers := _held(cache, keys, shape))
     ]
-    return max(found, key=lambda held: held.chunks, default=HeldHere())
+    return max(found, key=lambda held: held.chunks, default=HeldHere(0, {}, "", 0))
 
 
 def drop_here(moves: Moves, view: ServerView, body: DropRequest) -> DroppedHere:
@@ -191,7 +191,7 @@ def _held(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape) -> Cou
 
 def _drop_own(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
     """As `LocalCache.forget`, but of what this host alone has: what peers and shared tiers hold is still found.
-    Raises `Problem`: some is pinned, which no other host would be told."""
+    Raises `Problem`: some is pinned, which would end here and begin nowhere."""
     parts = cache.parts
     with parts.host.lock:
         parts.host.check_open()
@@ -201,8 +201,6 @@ def _drop_own(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
                 raise Problem(409, f"it is pinned as {name.rpartition('.')[2]!r}: unpin it, and pin it where it goes")
         forgotten = parts.host.forget(keys)
         cache.admin.unpin_forgotten()
-        parts.lower.on_forgotten(set(keys).__contains__)
-        for lane in parts.lower.local_lanes():
-            lane.discard(keys)
+        parts.lower.discard(keys, only_here=True)
         if cache.events.on:
             cache.events.publish(events.Forgotten(forgotten))

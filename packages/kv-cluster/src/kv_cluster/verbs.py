@@ -18,8 +18,10 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
+from kv_server.report import DrainState
 
 from kv_cluster.client import ANSWER_S, Client, NotDone, shown
+from kv_cluster.endpoint import HeldHere, ReadsPeers
 from kv_cluster.members import Finder, Member
 
 T = TypeVar("T")
@@ -49,30 +51,12 @@ class TierShown(msgspec.Struct, frozen=True):
     usage: TierFill
 
 
-class DrainShown(msgspec.Struct, frozen=True):
-    """As `kv_server.report.DrainState`."""
-
-    phase: str
-    why: str = ""
-    chunks: int = 0
-    elsewhere: int = 0
-    moved: int = 0
-    refused: int = 0
-    left: int = 0
-
-    def spelled(self) -> str:
-        counts = [f"{self.moved} moved", f"{self.elsewhere} on other hosts already"]
-        counts += [f"{count} {what}" for count, what in ((self.refused, "refused"), (self.left, "left")) if count]
-        why = f" ({shown(self.why)})" if self.why else ""
-        return f"{shown(self.phase)}{why}: of {self.chunks} chunks {', '.join(counts)}"
-
-
 class CacheShown(msgspec.Struct, frozen=True):
     chunk_bytes: int
     fingerprint: str
     counts: PoolCounts
     tiers: list[TierShown] = []
-    drain: DrainShown | None = None
+    drain: DrainState | None = None
 
 
 class ServerShown(msgspec.Struct, frozen=True):
@@ -94,15 +78,6 @@ class ServerShown(msgspec.Struct, frozen=True):
     @property
     def is_draining(self) -> bool:
         return any(cache.drain is not None for cache in self.caches)
-
-
-class HeldThere(msgspec.Struct, frozen=True):
-    """As `endpoint.HeldHere`."""
-
-    chunks: int
-    tiers: dict[str, int]
-    fingerprint: str
-    chunk_bytes: int
 
 
 class _Count(msgspec.Struct):
@@ -127,11 +102,7 @@ class _HintedAll(msgspec.Struct):
 
 
 class _Drains(msgspec.Struct):
-    caches: list[DrainShown]
-
-
-class _Caches(msgspec.Struct):
-    caches: int
+    caches: list[DrainState]
 
 
 class _Anything(msgspec.Struct):
@@ -156,7 +127,7 @@ class NamedPrefix:
     def chunks(self) -> int:
         return len(self.keys) // (len(self.coverages) * self.shards)
 
-    def body(self, chunks: int | None = None, held: HeldThere | None = None, **more: object) -> dict[str, object]:
+    def body(self, chunks: int | None = None, held: HeldHere | None = None, **more: object) -> dict[str, object]:
         """Of a request about the first `chunks` chunks. held: says in which format."""
         keys = self.keys[: None if chunks is None else chunks * len(self.coverages) * self.shards]
         format_ = {} if held is None else {"fingerprint": held.fingerprint, "chunk_bytes": held.chunk_bytes}
@@ -181,7 +152,7 @@ class Fleet:
     """The members, as they answered when this was made."""
 
     def __init__(self, client: Client, finder: Finder, seed: str, timeout_s: float) -> None:
-        """seed: the URL of a server's HTTP, which is asked for its formats if a directory lists the members.
+        """seed: the URL of a server's HTTP, which is queried for its formats if a directory lists the members.
         timeout_s: of a verb. Raises `NotDone`: the seed does not answer. Raises `ConfigError`: as for `Finder.read`."""
         self._client = client
         self._timeout_s = timeout_s
@@ -283,8 +254,8 @@ class Fleet:
             return [MemberOutcome(source.name, bool(there.chunks), text, {"chunks": 0})]
         (arrived,) = self._each([target], lambda member: self._have(member, prefix, here, is_retained=True))
         if not arrived.done:
-            kept = MemberOutcome(source.name, False, "keeps it, as not all has arrived; run it again", {"dropped": 0})
-            return [arrived, kept]
+            text = "keeps it, as not all has arrived; run it again"
+            return [arrived, MemberOutcome(source.name, False, text, {"dropped": 0})]
 
         def drop(member: Member) -> Did:
             now = self._held(target, prefix, for_move=True)
@@ -325,7 +296,11 @@ class Fleet:
         body = {**what, "ago_s": time.monotonic() - began_s + _GRACE_S}
 
         def read_again(member: Member) -> Did:
-            return True, "", msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", body, _Caches))
+            return (
+                True,
+                "",
+                msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", body, ReadsPeers)),
+            )
 
         again = self._each(members, read_again)
         return [
@@ -348,7 +323,10 @@ class Fleet:
                     raise NotDone(f"its drain has begun, and it stopped answering: {why}; run it again") from None
                 if not drains:
                     return False, "someone ended the drain, or the server was started again", {}
-            text = "; ".join(drain.spelled() for drain in drains) or "holds nothing: no engine has registered a format"
+            text = (
+                "; ".join(shown(drain.spelled()) for drain in drains)
+                or "holds nothing: no engine has registered a format"
+            )
             done = all(drain.phase == "drained" and not drain.refused for drain in drains)
             return done, text, {"caches": msgspec.to_builtins(drains)}
 
@@ -362,7 +340,7 @@ class Fleet:
         return self._each([member], one)
 
     def _ask_new(self, members: Iterable[Member]) -> list[ServerShown]:
-        """Ask those that were not asked before; returns the answers."""
+        """Query those that were not queried before; returns the answers."""
         new = [member for member in members if member not in self.states]
         answers: dict[Member, ServerShown | NotDone] = _together(
             new, lambda member: self._client.get(member, "/status", ServerShown), ANSWER_S + _GRACE_S
@@ -373,7 +351,7 @@ class Fleet:
     def _each(
         self, members: Iterable[Member], work: Callable[[Member], Did], *, over_s: float = 0.0
     ) -> list[MemberOutcome]:
-        """The outcomes of all. Those that did not answer before are not asked."""
+        """The outcomes of all. Those that did not answer before get no request."""
         wanted = list(members)
         up = [member for member in wanted if isinstance(self.states[member], ServerShown)]
         did: dict[Member, Did | NotDone] = _together(up, work, self._timeout_s + over_s + _GRACE_S)
@@ -386,22 +364,22 @@ class Fleet:
                 outcomes.append(MemberOutcome(member.name, False, str(outcome)))
         return outcomes
 
-    def _held(self, member: Member, prefix: NamedPrefix, *, for_move: bool = False) -> HeldThere:
+    def _held(self, member: Member, prefix: NamedPrefix, *, for_move: bool = False) -> HeldHere:
         """Raises `NotDone`."""
         state = self.states[member]
         if isinstance(state, NotDone):
             raise state
-        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(for_move=for_move), HeldThere)
+        held = self._client.post(member, "/endpoints/cluster/where", prefix.body(for_move=for_move), HeldHere)
         if not 0 <= held.chunks <= prefix.chunks:
             raise NotDone(f"it says that it holds {held.chunks} of {prefix.chunks} chunks")
         return held
 
-    def _held_by_all(self, prefix: NamedPrefix) -> dict[Member, HeldThere]:
+    def _held_by_all(self, prefix: NamedPrefix) -> dict[Member, HeldHere]:
         """Of those that answer."""
         held = _together(list(self.states), lambda member: self._held(member, prefix), ANSWER_S + _GRACE_S)
-        return {member: one for member, one in held.items() if isinstance(one, HeldThere)}
+        return {member: one for member, one in held.items() if isinstance(one, HeldHere)}
 
-    def _have(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, *, is_retained: bool = False) -> Did:
+    def _have(self, member: Member, prefix: NamedPrefix, wanted: HeldHere, *, is_retained: bool = False) -> Did:
         """Have it fetch what it lacks, as it would for a request, until it holds as many chunks as `wanted`."""
         state, until_s = self.states[member], time.monotonic() + self._timeout_s
         if isinstance(state, ServerShown) and state.is_draining:
@@ -434,7 +412,7 @@ class Fleet:
         )
         return True, text, {"chunks": held.chunks, "fetched": fetched}
 
-    def _hint(self, member: Member, prefix: NamedPrefix, wanted: HeldThere, kind: str, **payload: object) -> str:
+    def _hint(self, member: Member, prefix: NamedPrefix, wanted: HeldHere, kind: str, **payload: object) -> str:
         """Do this with the first chunks there. Returns why not all was done, or ""."""
         action = {"action_id": "kv-cluster", "action_type": kind, "action_version": "1.0", "payload": payload}
         envelope = {"protocol_version": "1.0", "message_id": "kv-cluster", "actions": [action]}
@@ -442,7 +420,7 @@ class Fleet:
         hinted, *_ = [*self._client.post(member, "/hints", body, _HintedAll).outcomes, _Hinted("rejected")]
         return f" ({shown(hinted.why)})" if hinted.why else ""
 
-    def _pinned(self, member: Member, prefix: NamedPrefix, name: str, held: HeldThere) -> int:
+    def _pinned(self, member: Member, prefix: NamedPrefix, name: str, held: HeldHere) -> int:
         """Promote what it holds, and pin it; returns how many chunks."""
         more = {"name": f"{prefix.tenant}.{name}", "timeout_s": min(self._timeout_s, _MAX_WARM_UP_S)}
         job = self._client.post(member, "/prefixes/warm-up", prefix.body(held.chunks, held, **more), _JobState)
@@ -492,7 +470,7 @@ def _health(state: ServerShown) -> tuple[str, dict[str, Any]]:
             for tier in cache.tiers
             if tier.usage.used_bytes is not None and tier.usage.capacity_bytes
         ]
-        words += [cache.drain.spelled()] if cache.drain is not None else []
+        words += [shown(cache.drain.spelled())] if cache.drain is not None else []
     words += [f"{shown(what)} for {_span(for_s)}" for what, for_s in sorted(state.for_s.items())]
     words += [f"opening {state.opening} caches"] if state.opening else []
     return "; ".join(words), msgspec.to_builtins(state)
@@ -505,6 +483,6 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _place(held: HeldThere, chunks: int) -> str:
+def _place(held: HeldHere, chunks: int) -> str:
     tiers = ", ".join(f"{count} in {shown(name)}" for name, count in sorted(held.tiers.items()))
     return f"holds {held.chunks} of {chunks} chunks" + (f": {tiers}" if held.chunks else "")

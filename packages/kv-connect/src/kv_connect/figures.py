@@ -54,7 +54,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     ),
     "hints": Figure("counter", "Actions of KV hints that came with requests."),
     "hints_rejected": Figure("counter", "Those of these actions that were rejected."),
-    "turns_ended": Figure("counter", "Answers without a call of a tool, of which the policy of the pool was told."),
+    "turns_ended": Figure("counter", "Answers without a call of a tool, reported to the policy of the pool."),
     "pool_used_bytes": Figure("gauge", "Bytes of the pool that hold chunks or are reserved for them."),
     "pool_bytes": Figure("gauge", "Size of the pool."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),

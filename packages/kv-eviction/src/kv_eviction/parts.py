@@ -49,7 +49,7 @@ class PartsPolicy:
             self._orders[step].extended(step_keys, step_slots)
 
     def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        return None  # only the pool is told
+        return None  # only the pool takes this into account
 
     def removed(self, slot: int) -> None:
         self._orders[self._step_of.pop(slot, 0)].removed(slot)

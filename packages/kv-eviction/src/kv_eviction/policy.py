@@ -34,7 +34,8 @@ class EvictionPolicy(Protocol):
 
     def turn_ended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The request with this prompt, of which the leading chunks are held in `slots`, was answered without a call of
-        a tool: its user reads, who may take minutes or never come back. What is not told may end in either way.
+        a tool: its user reads, who may take minutes or never come back. Requests that are not reported may have ended
+        either way.
         """
         return
 

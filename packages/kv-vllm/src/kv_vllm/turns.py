@@ -1,4 +1,4 @@
-"""Which answers call a tool, told by the tokens that they have: agents come back from a tool within seconds, and users
+"""Which answers call a tool, recognised by their tokens: agents come back from a tool within seconds, and users
 only once they have read.
 
 Templates of models that call tools mark a call with tokens of their own, such as `</tool_call>`, `<|python_tag|>` or
@@ -35,7 +35,7 @@ class Turns:
 
     @classmethod
     def of(cls, model_config: Any) -> "Turns":
-        """For the model's tokenizer; if it cannot be read, no answer tells anything."""
+        """For the model's tokenizer; if it cannot be read, no turn is known to have ended."""
         try:
             if model_config.skip_tokenizer_init:
                 return cls()

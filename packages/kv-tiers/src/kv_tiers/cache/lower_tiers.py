@@ -171,10 +171,10 @@ class LowerTiers:
         """Whether there is any tier among those with these numbers (None: among all)."""
         return bool(self.lanes if numbers is None else numbers)
 
-    def discard(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove these keys from all lower tiers."""
+    def discard(self, keys: Sequence[ChunkKey], *, only_here: bool = False) -> None:
+        """Remove these keys from all lower tiers. only_here: but not from those that other hosts share."""
         self.on_forgotten(set(keys).__contains__)
-        for lane in self.lanes:
+        for lane in self.local_lanes() if only_here else self.lanes:
             lane.discard(keys)
 
     def clear(self) -> None:
