@@ -63,7 +63,9 @@ def test_the_pages_are_asked_for_before_they_are_registered_and_only_those() -> 
         def unregister(self, address: int) -> int:
             return 0
 
-    pinned = PinnedMapping(start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=0)
+    pinned = PinnedMapping(
+        start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, ahead_bytes=lambda reached: mmap.PAGESIZE, node=0
+    )
     pinned.pin(mmap.PAGESIZE, nbytes=1)
     pinned.unpin()
     used, ahead = mmap.PAGESIZE, 2 * mmap.PAGESIZE
