@@ -7,7 +7,8 @@ hash of the prefix too, so what a request generates does not depend on who compu
 
 Of a sliding window the context is what it still sees. Of a linear layer it is the state after the last computed token,
 which each step takes from the block where vLLM keeps it and leaves in the block of its own last token. A reference
-window (R-SWA) shows a generated token less than it would see in a prompt, so its KV is another.
+window (R-SWA) shows a generated token less than it would see in a prompt, so its KV is another. A window that vLLM
+replays (`bounded_replay`) is computed again after a hit, while nothing else of these tokens is written.
 
 With guesses a step computes tokens that may turn out wrong (`guessed_states` has their states), and one that was
 scheduled ahead is corrected when its turn comes (`work`).
@@ -15,6 +16,7 @@ scheduled ahead is corrected when its turn comes (`work`).
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -91,11 +94,11 @@ class Oracle:
         saves: str = "before",
         **extra: Any,
     ) -> None:
-        """kinds: of each group of layers: full, window:TOKENS, reference:TOKENS or state. sequences: how many requests
-        run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to all are right.
-        drafter: how vLLM is told that they are guessed; not every method goes with an asynchronous scheduler. saves:
-        whether the runner calls `wait_for_save` before it takes the step's reports, after, or never: while tokens are
-        guessed, vLLM's older one does the second, and on pipeline stages before the last the third."""
+        """kinds: of each group of layers: full, window:TOKENS, replayed:TOKENS, reference:TOKENS or state. sequences:
+        how many requests run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to
+        all are right. drafter: how vLLM is told that they are guessed; not every method goes with an asynchronous
+        scheduler. saves: whether the runner calls `wait_for_save` before it takes the step's reports, after, or never:
+        while tokens are guessed, vLLM's older one does the second, and on pipeline stages before the last the third."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -381,7 +384,9 @@ class Oracle:
             expected = [_rows(self._differing(kind, *each)) for each in zip(works, values, strict=True)]
             for number, name in enumerate(names, self._first_layer):
                 for work, rows in zip(works, expected, strict=True):
-                    self._write(work, name, work.tables[group], rows[work.start :] + number)
+                    written = work if kind.startswith("replayed") else self._behind_replayed(work)
+                    if written.start < written.end:
+                        self._write(written, name, work.tables[group], rows[written.start :] + number)
                 if self.worker is not None and works:
                     self.worker.wait_for_layer_load(name)
                 try:
@@ -436,9 +441,23 @@ class Oracle:
                 for state in self.layers[name].kv_cache:
                     state[table[into]] = state[table[source]]
 
+    def _behind_replayed(self, work: Work) -> Work:
+        """The share without the tokens of a hit that are computed for the replayed window alone."""
+        first = self._replayed_from(work)
+        end = first + self.scheduler.prefix_replay_tokens
+        return replace(work, start=min(work.end, end)) if first and first <= work.start < end else work
+
+    def _replayed_from(self, work: Work) -> int:
+        """Of the replayed window the request has nothing before this token; 0: nothing is replayed."""
+        request = self.scheduler.requests.get(work.request_id)
+        return request.replay_start if request is not None else 0
+
     def _check(self, work: Work, kind: str, name: str, number: int, table: list[int], expected: torch.Tensor) -> None:
-        window = int(kind.partition(":")[2]) if kind.startswith("window") else 0
+        replays = kind.startswith("replayed")
+        window = int(kind.partition(":")[2]) if replays or kind.startswith("window") else 0
         seen_from = max(0, work.start - window + 1) if window else 0
+        if replays:
+            seen_from = max(seen_from, self._replayed_from(work))
         self._check_layer(work, name, number, table, expected, seen_from, self._gone(kind, work))
 
     def _gone(self, kind: str, work: Work) -> range:
@@ -519,6 +538,8 @@ def _spec(kind: str, guesses: int = 0) -> Any:
     name, _, tokens = kind.partition(":")
     if name == "window":
         return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=int(tokens))
+    if name == "replayed":
+        return SlidingWindowMLASpec(**shape, dtype=torch.float32, sliding_window=int(tokens), bounded_replay=True)
     if name == "reference":
         return RSWASpec(**shape, dtype=torch.float32, rswa_window=int(tokens))
     if name == "state":

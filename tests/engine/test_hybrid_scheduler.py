@@ -31,6 +31,7 @@ KINDS = [
     ("state",),
     ("full", "window:100", "state", "state"),
     ("reference:64",),
+    ("full", "replayed:40"),
 ]
 Make = Callable[..., Oracle]
 

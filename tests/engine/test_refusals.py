@@ -44,12 +44,19 @@ from vllm.v1.request import Request
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 CROSS = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 ENCODER = EncoderOnlyAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-UNKNOWN = CircularBufferSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+RING = CircularBufferSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 LATENT: dict[str, Any] = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 LATENT_SPEC = MLAAttentionSpec(**LATENT)
 ONE_HEAD = replace(FULL, num_kv_heads=1)
 COMPRESSED = MLAAttentionSpec(**LATENT, tokens_per_state=4)
 REPLAYED = SlidingWindowMLASpec(**LATENT, sliding_window=64, bounded_replay=True)
+
+
+class Unknown(FullAttentionSpec):
+    """What a later vLLM may have."""
+
+
+UNKNOWN = Unknown(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
 PREFIX_LM = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, non_causal=True)
 
@@ -78,8 +85,13 @@ def read(
             (8, 1, 1, 64),
             r"group 0 .*MambaSpec.*\(mamba_cache_mode none\).*--mamba-cache-mode align",
         ),
-        ([KVCacheGroupSpec(["a"], COMPRESSED)], (8, 1, 8, 64), "MLAAttentionSpec.*one latent for 4 tokens"),
-        ([KVCacheGroupSpec(["a"], REPLAYED)], (8, 1, 32, 64), "SlidingWindowMLASpec.*bounded_replay"),
+        (
+            [KVCacheGroupSpec(["a"], COMPRESSED)],
+            (8, 1, 8, 64),
+            r"MLA.*\(1, 8, 64\), which are not 32 tokens",
+        ),
+        ([KVCacheGroupSpec(["a"], REPLAYED)], (8, 1, 32, 64), "keeps no KV"),
+        ([KVCacheGroupSpec(["a"], RING)], (8, 2, 32, 64), "keeps no KV"),
         (
             [KVCacheGroupSpec(["a"], replace(STATE, mamba_cache_mode="align"))],
             (8, 1, 1, 64),
@@ -91,7 +103,7 @@ def read(
             (8, 2, 32, 64),
             "group 1 .*CrossAttentionSpec.*encoder",
         ),
-        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "CircularBufferSpec.*does not support"),
+        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "Unknown.*does not support"),
         ([KVCacheGroupSpec(["a"], FULL, host_resident=True)], (8, 2, 32, 64), "in host memory"),
         ([KVCacheGroupSpec(["a"], FULL)], (12, 2, 32, 64), r"\(12, 2, 32, 64\) for 8 blocks of 32"),
         ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), r"\(8, 2, 2048\) for 8 blocks"),
@@ -107,6 +119,18 @@ def test_a_cache_we_do_not_understand_is_refused_with_the_reason(
     refused = read(config, groups, {"a": torch.zeros(shape)} | ({"b": torch.zeros(shape)} if len(groups) == 2 else {}))
     assert isinstance(refused, Refusal)
     assert re.search(why, refused.reason), refused.reason
+
+
+@pytest.mark.parametrize("latents", [8, 5])
+def test_latents_that_only_the_models_kernels_write_are_pages(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, latents: int
+) -> None:
+    monkeypatch.delattr(CPUAttentionBackendImpl, "do_kv_cache_update")
+    groups = read(config, [KVCacheGroupSpec(["a"], COMPRESSED)], {"a": torch.zeros(8, 1, latents, 64)})
+    if isinstance(groups, Refusal):
+        assert "has 5 latents in a block of 32 tokens" in groups.reason
+        return
+    assert [group.opaque.page_bytes for group in groups if isinstance(group, LayerGroup)] == [4 * 8 * 64]
 
 
 def test_a_backend_without_an_update_to_prove_with_is_refused(

@@ -36,6 +36,7 @@ class TinyModel:
     name: as people call it.
     write: puts configuration and weights into a directory.
     arguments: of vLLM's engine, beside the tests' own.
+    prompt_tokens: how long the tests' prompts are.
     own_hits: the yardstick is vLLM's own prefix-cache hit of the same length, since its full prefill differs from that.
     cannot: what vLLM's engine on this CPU says instead of running it; "" where it runs.
     """
@@ -43,6 +44,7 @@ class TinyModel:
     name: str
     write: Callable[[Path], Path]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 1500
     own_hits: bool = False
     cannot: str = ""
 
@@ -191,6 +193,12 @@ def _deepseek_v32(directory: Path) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def _deepseek_v4(directory: Path) -> Path:
+    from kv_testing.tiny_deepseek_v4 import write_tiny_deepseek_v4
+
+    return write_tiny_deepseek_v4(directory)
 
 
 def _qwen3_next() -> Any:
@@ -559,6 +567,8 @@ MODELS: Final = (
     TinyModel("gpt-oss", _causal(_gpt_oss, sinks=_drawn(1.0))),
     TinyModel("DeepSeek-V2", _deepseek_v2, REFERENCE_MLA),
     TinyModel("DeepSeek-V3.2", _deepseek_v32, cannot="Sparse Attention is not supported on CPU"),
+    # Up to 2,048 tokens its index chooses everything.
+    TinyModel("DeepSeek-V4", _deepseek_v4, {"dtype": "bfloat16"}, prompt_tokens=2400),
     TinyModel("Qwen3-Next", _causal(_qwen3_next), GATED, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES, cannot="object has no attribute 'selective_scan_fwd'"),

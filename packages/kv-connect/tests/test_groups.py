@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_connect.halves.request import RequestTokens, Scheduled
@@ -81,10 +82,28 @@ def test_what_is_stored_covers_every_load(
     first = stored_from(group, table, chunks, CHUNK)
     assert first <= -(-start // CHUNK)  # nothing that this step computed is left out
     assert NO_BLOCK not in without_holes(table)[first * CHUNK // BLOCK :]
+    stored = group.stored_tokens(CHUNK)
     for boundary in range(1, chunks + 1):
-        since = load_from(group, 0, boundary * CHUNK)
+        since, end = load_from(group, 0, boundary * CHUNK), boundary * CHUNK
         if since // CHUNK >= first:
-            assert NO_BLOCK not in table[since // BLOCK : boundary * CHUNK // BLOCK]
+            assert NO_BLOCK not in table[since // BLOCK : end // BLOCK]
+        if stored < CHUNK:
+            assert since >= end - stored
+            if boundary > first:
+                assert NO_BLOCK not in table[(end - stored) // BLOCK : end // BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("coverage", "tokens"),
+    [("window:1", 16), ("window:8", 16), ("window:17", 16), ("window:18", 32), ("window:65", 64), ("window:300", 64)],
+)
+def test_of_a_short_window_a_chunk_keeps_the_blocks_that_a_hit_needs(coverage: str, tokens: int) -> None:
+    assert GroupShape(16, Coverage.parse(coverage)).stored_tokens(64) == tokens
+
+
+@pytest.mark.parametrize("coverage", ["all", "local:16", "state"])
+def test_of_other_coverages_a_chunk_keeps_all(coverage: str) -> None:
+    assert GroupShape(16, Coverage.parse(coverage)).stored_tokens(64) == 64
 
 
 def test_holes_are_filled_with_the_request_s_own_blocks() -> None:

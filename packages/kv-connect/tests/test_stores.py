@@ -72,10 +72,12 @@ class Pool:
 
 
 class WatchedService(DictService):
-    """Looks at each commit. arrived: the extents whose bytes are there. attention: the copiers of these groups."""
+    """Looks at each commit. arrived: the extents whose bytes are there. attention: the copiers of these groups.
+    stored: how many of a chunk's last tokens each of them keeps."""
 
     arrived: set[HostExtent]
     attention: Sequence[LayeredCopier]  # of groups of which a hit needs a chunk's last token
+    stored: Sequence[int]
 
     def commit(self, lease: WriteLease) -> None:
         assert self.arrived.issuperset(lease.extents), "committed before its bytes are there"
@@ -86,7 +88,7 @@ class WatchedService(DictService):
 
     def check(self, copier: LayeredCopier, key: ChunkKey, extent: HostExtent) -> None:
         """In every layer, the KV of a chunk's last token is of the very tokens that the key names."""
-        layers: Any = copier.pool[extent.offset, CHUNK - 1]
+        layers: Any = copier.pool[extent.offset, self.stored[key.group] - 1]
         assert len(layers) == copier.layers, "committed without a layer"
         for tokens in layers.values():
             is_right = isinstance(tokens, tuple) and key.endswith(
@@ -125,6 +127,7 @@ class ToyDevice(ToyHybrid):
         # A window of one token is the token itself: a hit reads nothing of such a chunk, which may be full of holes.
         self.service.attention = self.attention[: 1 if window == 1 else 2]
         shape = shape_of(window)
+        self.service.stored = [group.stored_tokens(CHUNK) for group in shape.groups]
         self.queue = CopyQueue(submitted=self.asked, before=self.before, after=self.after)
         self.copiers[:2] = self.attention
         copiers = [

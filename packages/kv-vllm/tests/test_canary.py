@@ -191,6 +191,50 @@ def test_blocks_that_do_not_stand_alone_are_not_carried_as_blocks_either(
     assert why in refused.reason
 
 
+def pages(view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> LayerGroup:
+    """A cache that nothing but the engine's kernels can write, and what they see of it."""
+    given = group(())
+    return replace(given, update=None, views=tuple(view(tensor) for tensor in given.tensors))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda tensor: tensor, lambda tensor: tensor.flatten(1), lambda tensor: tensor[:, :1]], ids=str
+)
+def test_blocks_of_a_cache_without_an_update_are_stored_as_its_kernels_see_them(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """All of a block, or its beginning: the rest is padding."""
+    proof = prove(pages(view), "auto", 16)
+    assert isinstance(proof, Proof)
+    assert proof.format.kind == "blocks"
+    assert isinstance(prove(pages(view), "canonical", 16), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("view", "why"),
+    [
+        (lambda tensor: tensor[1:], "see other blocks"),
+        (lambda tensor: tensor.clone(), "see other blocks"),
+        (lambda tensor: tensor[:, 1:], "see other blocks"),
+        (lambda tensor: tensor.transpose(2, 3), "not one run of bytes"),
+        (lambda tensor: tensor.as_strided(tensor.shape, (PAGE // 2, *tensor.stride()[1:])), "not one run of bytes"),
+    ],
+)
+def test_blocks_of_a_cache_whose_kernels_see_other_bytes_are_refused(
+    view: Callable[[torch.Tensor], torch.Tensor], why: str
+) -> None:
+    refused = prove(pages(view), "auto", 16)
+    assert isinstance(refused, Refusal)
+    assert why in refused.reason
+
+
+def test_blocks_of_which_the_kernels_see_more_than_is_copied_are_refused() -> None:
+    part = latent("a part", block=PAGE, token=DIM, **(SIZES | {"heads": 1}))
+    refused = prove(replace(pages(), opaque=part), "auto", 16)
+    assert isinstance(refused, Refusal)
+    assert f"see {4 * PAGE} bytes of a block" in refused.reason
+
+
 def test_a_cache_too_small_for_the_canary_is_refused() -> None:
     refused = prove(replace(group((TRUE,)), blocks=3), "auto", 16)
     assert isinstance(refused, Refusal)

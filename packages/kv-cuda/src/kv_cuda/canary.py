@@ -5,7 +5,8 @@ release of the engine. So known rows are written into some blocks by the engine'
 every known layout is tried on them in both directions: rows read through it must be the rows written, and rows written
 through it must produce the engine's bytes. Exactly one layout must fit. If none does, whole blocks may still be stored
 as opaque bytes, provided that an update touches no byte outside its own blocks and that equal rows make equal blocks
-wherever they are. The previous content of the blocks is restored.
+wherever they are. The previous content of the blocks is restored. A cache that is written within larger kernels, such
+as an index, has no update to try: its whole blocks are stored if the engine's own view of them shows the same bytes.
 
 Here are also the reference gather and scatter of single tokens' rows (`read_rows`, `write_rows`), slow and simple.
 """
@@ -56,6 +57,8 @@ class LayerGroup:
     origin: what makes opaque blocks of two engines interchangeable.
     row_dtype: the dtype of the rows that the engine's update takes.
     row_shape: the shape of such a row, (heads, head_dim) per token.
+    update: None: the engine has none that could be called by itself; then there are no candidates.
+    views: without an update, each layer's tensor as the engine's kernels get it, the first axis blocks.
     scales: for each layer of a quantised cache, the divisors of K and V before they are stored. () where the cache
         holds the rows unchanged.
     coverage: which part of a prefix these layers need.
@@ -74,12 +77,13 @@ class LayerGroup:
     origin: str
     row_dtype: torch.dtype
     row_shape: tuple[int, int]
-    update: EngineUpdate
+    update: EngineUpdate | None
     scales: tuple[tuple[float, float], ...] = ()
     coverage: Coverage = ALL
     table: int = 0
     table_tokens: int = 0
     numbers: tuple[int, ...] = ()
+    views: tuple[torch.Tensor, ...] = ()
 
 
 def prove(group: LayerGroup, wanted: FormatSetting, chunk_tokens: int) -> Proof | Refusal:
@@ -122,6 +126,7 @@ def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
 
 def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     """Whether engine and layout agree in every layer and both directions."""
+    assert group.update is not None
     in_order = torch.arange(group.block_tokens)
     first, second = blocks = [1, group.blocks - 1]
     # A whole block in order, then part of another in random order: a wrong offset, stride or permutation shows.
@@ -155,6 +160,8 @@ def _why_blocks_cannot(group: LayerGroup) -> str | None:
 
 
 def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
+    if group.update is None:
+        return _why_others_are_seen(group)
     slots = torch.arange(group.block_tokens)
     source, copy = 1, group.blocks - 1
     for layer, tensor in enumerate(group.tensors):
@@ -171,6 +178,19 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
                 return "an update leaves its blocks as they were"
             if not torch.equal(pages[[0, 2]], neighbours):
                 return "an update changes bytes of other blocks"
+    return None
+
+
+def _why_others_are_seen(group: LayerGroup) -> str | None:
+    """None if the engine's view of every block is a leading part of the bytes that we copy of it."""
+    for tensor, view in zip(group.tensors, group.views, strict=True):
+        stride = tensor.stride(0) * tensor.element_size()
+        if (view.data_ptr(), view.shape[0]) != (tensor.data_ptr(), group.blocks):
+            return "the engine's kernels see other blocks"
+        if view.stride(0) * view.element_size() != stride or not view[0].is_contiguous():
+            return "the engine's kernels see blocks that are not one run of bytes"
+        if not view[0].numel() * view.element_size() <= group.opaque.page_bytes <= stride:
+            return f"the engine's kernels see {view[0].numel() * view.element_size()} bytes of a block"
     return None
 
 

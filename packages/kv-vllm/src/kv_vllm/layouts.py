@@ -69,7 +69,9 @@ def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Neede
             coverage = coverage_of(spec)
             if isinstance(coverage, str):
                 return refused(table, spec, coverage)
-            own_caches = tuple(name for name in names if not _shares(layers.get(name)))
+            own_caches = tuple(
+                name for name in names if not _shares(layers.get(name)) and not _is_used_up(name, spec, layers)
+            )
             if coverage is not None and own_caches:
                 needed.append(NeededLayers(table, own_caches, spec, coverage))
     return needed or Refusal("this model keeps no KV")
@@ -91,6 +93,9 @@ def coverage_of(spec: Any) -> Coverage | str | None:
     )
 
     kind = type(spec)
+    if not spec.prefix_cacheable:
+        # After a hit vLLM recomputes it (bounded_replay), or it is empty there (a ring of what no latent has yet).
+        return None
     if kind is EncoderOnlyAttentionSpec:
         return None
     if kind is CrossAttentionSpec:
@@ -98,17 +103,10 @@ def coverage_of(spec: Any) -> Coverage | str | None:
             "attends to an encoder's output for the request's audio or image, which is not part of the prefix that "
             "keys name; encoder-decoder models run without this cache"
         )
-    if kind in (MLAAttentionSpec, SlidingWindowMLASpec) and spec.tokens_per_state != 1:
-        return (
-            f"keeps one latent for {spec.tokens_per_state} tokens, and unfinished ones are in other layers; this "
-            "release caches latents of single tokens"
-        )
     if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, RSWASpec):
         if spec.non_causal:
             return "is not causal: the KV of a token depends on the tokens after it"
         return ALL  # reference windows (R-SWA) too: all tokens of a prompt see each other
-    if kind is SlidingWindowMLASpec and spec.bounded_replay:
-        return "has its window recomputed after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
     if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
         return Coverage("window", spec.sliding_window + spec.extra_retained_tokens)
     if kind is ChunkedLocalAttentionSpec:
@@ -157,6 +155,19 @@ def _shares(layer: Any) -> bool:
     return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
+_COMPRESSOR: Final = ".compressor.state_cache"
+
+
+def _is_used_up(name: str, spec: Any, layers: Mapping[str, Any]) -> bool:
+    """Whether this is what latents of several tokens are made of, and each of its own tokens alone: a chunk ends with a
+    latent, and the next one needs nothing before it, although vLLM keeps a window of as many tokens.
+
+    DeepSeek-V4 has such latents of 128 tokens, while its latents of 4 overlap (`CompressorStateCache`).
+    """
+    latents = layers.get(name.removesuffix(_COMPRESSOR))
+    return name.endswith(_COMPRESSOR) and getattr(latents, "compress_ratio", None) == getattr(spec, "sliding_window", 0)
+
+
 def read_groups(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> list[LayerGroup | StateGroup] | Refusal:
@@ -203,7 +214,10 @@ def _read_group(
     if len(shape) != 4 or shape[0] != kernel_blocks * blocks or spec.block_size % max(1, kernel_blocks):
         return needed.refused(f"has a cache of {tuple(shape)} for {blocks} blocks of {spec.block_size} tokens")
     block_tokens = spec.block_size // kernel_blocks
+    mla = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     missing = [name for name in names if not hasattr(getattr(layers.get(name), "impl", None), "do_kv_cache_update")]
+    if mla and len(missing) == len(names):
+        return _read_pages(needed, tensors, [layers.get(name) for name in names], block_tokens)
     if missing:
         return needed.refused(f"has {missing[0]}, whose backend has no cache update of its own to prove a layout with")
     attention = [layers[name] for name in names]
@@ -212,7 +226,6 @@ def _read_group(
             "the scales of the quantised cache are calculated while the engine runs (calculate_kv_scales), and chunks "
             "stored before have different ones; leave that out, or use a checkpoint that has the scales"
         )
-    mla = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     heads, head_dim = int(shape[1]), int(shape[3]) if mla else int(shape[3]) // 2
     kinds = {str(layer.kv_cache_dtype) for layer in attention}
     row_dtype = vllm_config.model_config.dtype
@@ -248,6 +261,53 @@ def _read_group(
         table=needed.table,
         table_tokens=spec.block_size,
         numbers=_numbers(names),
+    )
+
+
+def _read_pages(
+    needed: NeededLayers, tensors: tuple[torch.Tensor, ...], layers: Sequence[Any], block_tokens: int
+) -> LayerGroup | Refusal:
+    """Whole blocks of layers that are written within larger kernels: indices of sparse attention, latents of several
+    tokens, and the states that these are made of.
+
+    A chunk is a whole number of blocks, and a block of latents, so no latent is unfinished at its end.
+    """
+    blocks, states = tensors[0].shape[0], tensors[0].shape[2]
+    if block_tokens % states and states % block_tokens:
+        return needed.refused(f"has {states} latents in a block of {block_tokens} tokens")
+    views = tuple(view for layer in layers if isinstance(view := getattr(layer, "kv_cache", None), torch.Tensor))
+    if len(views) < len(layers):
+        return needed.refused("has a layer that does not show its cache")
+    stride, size = (number * tensors[0].element_size() for number in (tensors[0].stride(0), tensors[0][0].numel()))
+    token = -(-size // block_tokens)  # rounded up into the block's padding, which serves nobody
+    opaque = latent(
+        "vLLM pages",
+        block=stride,
+        token=token,
+        dtype="uint8",
+        itemsize=1,
+        layers=len(tensors),
+        blocks=blocks,
+        block_tokens=block_tokens,
+        heads=1,
+        head_dim=token,
+    )
+    shape, dtype = tuple(tensors[0].shape[1:]), tensors[0].dtype
+    return LayerGroup(
+        tensors=tensors,
+        block_tokens=block_tokens,
+        blocks=blocks,
+        candidates=(),
+        opaque=opaque,
+        origin=f"vllm-{vllm_version()}/{type(layers[0]).__name__}/{shape}/{block_tokens}/{dtype}",
+        row_dtype=dtype,
+        row_shape=(1, token),
+        update=None,
+        coverage=needed.coverage,
+        table=needed.table,
+        table_tokens=needed.spec.block_size,
+        numbers=_numbers(needed.names),
+        views=views,
     )
 
 

@@ -222,6 +222,7 @@ class Filler:
         ]
         slots = self._forward.slots(step.blocks, begin, place.end)
         measured = torch.empty(0)
+        assert self._group.update is not None  # it proved the canonical format, which blending needs
         for number, rotation in enumerate(self._rotations):
             keys, values = (
                 torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)

@@ -283,19 +283,20 @@ class Stores:
     def _gather_of(self, step: StoreStep, number: int) -> _Gather:
         group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
         if group.coverage.kind == "state":
-            blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
-
-            def plan_states(chunks: Sequence[int], extents: Sequence[HostExtent]) -> TransferPlan:
-                states = [blocks[chunk] for chunk in chunks]
-                return plan_transfer(
-                    extents, states, chunk_tokens=1, block_tokens=1, first_token=0, last_token=len(states)
-                )
-
-            return _Gather(number, sorted(blocks), plan_states)
+            blocks = {state.chunk: (state.block,) for state in step.states if state.table == group.table}
+            return _Gather(number, sorted(blocks), partial(_plan_blocks, blocks.__getitem__, 1, 1))
         table: Sequence[int] = step.blocks[group.table]
         first_chunk, chunks = 0, len(step.digests)
         if group.coverage.kind != "all":
             first_chunk = stored_from(group, table, chunks, chunk_tokens)
+            stored, size = group.stored_tokens(chunk_tokens), group.block_tokens
+            if stored < chunk_tokens:
+
+                def last_blocks(chunk: int) -> Sequence[int]:
+                    end = (chunk + 1) * chunk_tokens
+                    return table[(end - stored) // size : end // size]
+
+                return _Gather(number, range(first_chunk, chunks), partial(_plan_blocks, last_blocks, size, stored))
             table = packed(without_holes(table))
         tail = chunks - 1 if step.tail_tokens else None
 
@@ -354,6 +355,27 @@ class Stores:
             self._service.release(lease)
             return None
         return lease
+
+
+def _plan_blocks(
+    blocks_of: Callable[[int], Sequence[int]],
+    block_tokens: int,
+    stored_tokens: int,
+    chunks: Sequence[int],
+    extents: Sequence[HostExtent],
+) -> TransferPlan:
+    """From a few blocks of each chunk: that of its state, or its last ones.
+
+    blocks_of: a chunk's blocks, of `stored_tokens` in all.
+    """
+    return plan_transfer(
+        extents,
+        [block for chunk in chunks for block in blocks_of(chunk)],
+        chunk_tokens=stored_tokens,
+        block_tokens=block_tokens,
+        first_token=0,
+        last_token=len(chunks) * stored_tokens,
+    )
 
 
 class EngineBlocks(Protocol):

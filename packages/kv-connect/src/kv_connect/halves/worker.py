@@ -209,6 +209,17 @@ class WorkerHalf:
                 raise InputError(f"group {part.group} has no block for a token that is needed: {blocks[first_block:]}")
         if group.coverage.kind == "state":
             return plan_transfer(extents[-1:], blocks[-1:], chunk_tokens=1, block_tokens=1, first_token=0, last_token=1)
+        stored = group.stored_tokens(self._shape.chunk_tokens)
+        if stored < self._shape.chunk_tokens:  # the end of a chunk, at which a hit ends
+            first = part.last_token - stored
+            return plan_transfer(
+                extents[-1:],
+                blocks[first // group.block_tokens :],
+                chunk_tokens=stored,
+                block_tokens=group.block_tokens,
+                first_token=part.first_token - first,
+                last_token=stored,
+            )
         return plan_transfer(
             extents,
             blocks,
