@@ -68,6 +68,7 @@ ROWS = {
     ),
     "DeepSeek-V2": Sgl(),
     "DeepSeek-V3.2": Sgl(changed={"num_experts_per_tok": 1}, cannot="Torch not compiled with CUDA enabled"),
+    "DeepSeek-V4": Sgl(cannot="assert rope_scaling is not None"),
     "Qwen3-Next": Sgl(
         1,
         STATES | {"dtype": "bfloat16"},

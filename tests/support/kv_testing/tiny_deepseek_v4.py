@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-_LAYERS = (1, 4, 128)
-"""Tokens in each latent that is kept for good; 1: none is."""
+_LAYERS = (0, 4, 128)
+"""Tokens in each latent that is kept for good; 0: none is."""
 _HEADS, _HEAD, _ROPE, _QUERY, _GROUPS, _OUT = 4, 512, 64, 128, 2, 64
 _INDEX_HEADS, _INDEX_HEAD = 8, 128
 _EXPERTS, _EXPERT = 256, 32
