@@ -143,8 +143,12 @@ def test_pages_of_a_hand_over_in_the_middle_of_it_are_stored_at_the_new_server(
     exchange.close()
 
 
-def test_a_hand_over_waits_longer_for_a_server_that_is_away_than_for_room(engine: Engine) -> None:
-    """SGLang aborts a request whose pages do not arrive, and a server that is restarted is back in a second or two."""
+def test_a_hand_over_waits_longer_for_a_server_that_is_away_than_for_room(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang aborts a request whose pages do not arrive, and a server that is restarted is back in a second or two; on
+    a busy machine in more."""
+    monkeypatch.setattr(exchange_module, "_AWAY_S", 60.0)
     exchange, named = exchange_of(engine, wait_s=0.0), Names(tuple(NAMES), 0)
     engine.server.stop()
     with ThreadPoolExecutor(1) as pool:
