@@ -352,10 +352,10 @@ TestTenantsInAnyOrder = TenantsMachine.TestCase
 
 TestTenantsInAnyOrder.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
-TestPrefixTenantsInAnyOrder = PrefixTenantsMachine.TestCase
+TestPrefixTenantsInAnyOrder = pytest.mark.slow(PrefixTenantsMachine.TestCase)
 
 TestPrefixTenantsInAnyOrder.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
-TestArcTenantsInAnyOrder = ArcTenantsMachine.TestCase
+TestArcTenantsInAnyOrder = pytest.mark.slow(ArcTenantsMachine.TestCase)
 
 TestArcTenantsInAnyOrder.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
