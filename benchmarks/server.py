@@ -5,6 +5,9 @@ costs the same at either address. A lookup's limit is its target, one millisecon
 rows also say what an empty round trip takes and what the same lookup takes in this process. A load of what was looked
 up is one round trip, which is counted. Keys are made anew each
 time, as an engine makes them. Medians, and where it says so the 99th percentile.
+
+An upgrade's pause is how long clients waited while a new server took over from the old one, with a disk behind the pool
+and two clients that store and load without pause, none of whose loads may fail (`--upgrades 0` leaves it out).
 """
 
 import sys
@@ -14,12 +17,16 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kv_core import ChunkKey
 from kv_core.service import CacheService, ReadLease
 from kv_server import RemoteCache, ServerProcess, launch, wire
+from kv_testing.cache_servers import join_server, settings_for
+from kv_testing.upgrades import Loads, UpgradedServers
 from kv_tiers import HostPool, LocalCache
 
 from benchmarks._report import Row, parser, report
@@ -32,10 +39,13 @@ CLIENTS = 8
 SECONDS = 2.0
 KEY_HEAD = bytes([1]) + bytes(29)
 CONFIG = {"host": {"capacity_bytes": SLOTS * CHUNK_BYTES}}
+UPGRADED_CHUNKS = 4096
 
 
 def main() -> int:
-    options = parser(__doc__ or "").parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--upgrades", type=int, default=100, help="how many; a second each, or two")
+    options = made.parse_args()
     rows = []
     ready_s = statistics.median(time_to_ready_s() for _ in range(5))
     rows.append(Row("start to ready", ready_s, "s", 1.0, ready_s, 1.0, True))
@@ -97,7 +107,7 @@ def main() -> int:
     ]
     cache.close()
     server.stop()
-    return report(rows, options.json)
+    return report([*rows, *upgrade_rows(options.upgrades)], options.json)
 
 
 def join(server: ServerProcess) -> RemoteCache:
@@ -217,6 +227,32 @@ def one_of_many(server: ServerProcess, prompt: list[bytes]) -> list[float]:
         keys = keys_of(prompt)
         samples.append(timed(lambda keys=keys: cache.lookup(keys, "r")))
     return samples
+
+
+def upgrade_rows(upgrades: int) -> list[Row]:
+    if upgrades < 2:
+        return []
+    with tempfile.TemporaryDirectory(prefix="kv-upgrades-") as path:
+        home = Path(path)
+        servers = UpgradedServers(home, settings_for(home, UPGRADED_CHUNKS, disk=True, disk_chunks=UPGRADED_CHUNKS))
+        keeper = join_server(home)
+        for _ in range(UPGRADED_CHUNKS // CHUNKS):
+            keeper.commit(keeper.begin_store(keys_of(new_prompt()), "w"))
+        loads = Loads(home / "s")
+        for _ in range(upgrades):
+            servers.upgrade()
+        loads.stop()
+        assert not loads.failures, loads.failures
+        keeper.close()
+        servers.close()
+        pauses_ms = servers.pauses_ms()
+    p99 = percentile(pauses_ms, 99)
+    what = f"pause of {upgrades} upgrades under load, {UPGRADED_CHUNKS} chunks"
+    return [
+        Row(what, statistics.median(pauses_ms), "ms", 50.0, statistics.median(pauses_ms) / 50, None, True),
+        Row("  99th percentile", p99, "ms", 50.0, p99 / 50, 1.0, True),
+        Row("  longest", max(pauses_ms), "ms", 50.0, max(pauses_ms) / 50, None, True),
+    ]
 
 
 def percentile(samples: list[float], percent: int) -> float:

@@ -51,8 +51,8 @@ MIB = 1 << 20
 BATCH_CHUNKS = {4: 8, 32: 4}
 """Chunks a call, by their MiB."""
 FULL_CHUNKS = 100_000
-CALLS = 4
-"""Calls at a time, where threads share the work."""
+CALLS = 16
+"""Calls at a time, where threads share the work, each of 32 MiB, as a cache makes them (`ColdConfig.batch_bytes`)."""
 LAYOUT_CHUNKS = 128
 LAYOUT_MIB = 4
 FINGERPRINT = "benchmark"
@@ -220,8 +220,8 @@ def _disk_rates(path: Path, chunk_mib: int) -> list[Row]:
 
 
 def _encrypted_rates(path: Path, chunk_mib: int) -> list[Row]:
-    """Through lanes as an engine has them: two threads each, four calls at a time."""
-    batch = BATCH_CHUNKS[chunk_mib]
+    """Through lanes as an engine has them."""
+    batch = 32 // chunk_mib
     traffic = Traffic(chunk_mib * MIB, batch)
     key_file = path / "key"
     path.mkdir()
@@ -230,7 +230,7 @@ def _encrypted_rates(path: Path, chunk_mib: int) -> list[Row]:
     stored: list[list[list[ChunkKey]]] = [[], []]
     lanes = []
     for name, key in (("encrypted", {"encryption_key_file": str(key_file)}), ("plain", {})):
-        capacity = bytes_for(traffic.context, 24 * batch)
+        capacity = bytes_for(traffic.context, 3 * CALLS * batch)
         disk = {"type": "disk", "directory": str(path / name), "capacity_bytes": capacity, **key}
         lanes.append(build_lane(disk, traffic.context, where=name)[0])
 
@@ -259,7 +259,7 @@ def _encrypted_rates(path: Path, chunk_mib: int) -> list[Row]:
         for _ in range(CALLS):
             assert all(isinstance(arrival.outcome, Loaded) for arrival in answers.get(timeout=60))
 
-    for _ in range(24 // CALLS + 1):  # the first write to a slot costs more
+    for _ in range(3 + 1):  # the first write to a slot costs more
         store(0), store(1)
     store_s = paired_medians_s(lambda: store(0), lambda: store(1))
     others = [Traffic(chunk_mib * MIB, batch) for _ in range(CALLS)]

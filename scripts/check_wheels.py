@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -101,12 +102,13 @@ def main() -> int:
     if options.sboms:
         options.sboms.mkdir(parents=True, exist_ok=True)
     uv = str(Path(shutil.which(options.uv) or options.uv).absolute())
+    packages = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+    wanted = [package for package in packages if not options.packages or package.name in options.packages]
+    each = [(package, python) for package in wanted for python in pythons(package)]
     is_good = True
-    for package in sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")):
-        if options.packages and package.name not in options.packages:
-            continue
-        for python in pythons(package):
-            went_well, said = tried(uv, python, package, options)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda one: tried(uv, one[1], one[0], options), each)
+        for (package, python), (went_well, said) in zip(each, results, strict=True):
             is_good = is_good and went_well
             print(f"{package.name:12} {python:5} {said}", flush=True)
     return 0 if is_good else 1

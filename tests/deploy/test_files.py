@@ -67,6 +67,29 @@ def test_vllms_recipe_has_its_form_and_settings_that_are_taken(path: Path, tmp_p
     parsed(json.loads(transfer)["kv_connector_extra_config"], tmp_path)
 
 
+def test_inferencexs_form_names_this_release_and_an_engine_and_settings_that_are_taken() -> None:
+    """Its own validator (utils/matrix_logic/validation.py there) took the entry when it was written."""
+    directory = DEPLOY / "inferencex"
+    ((name, entry),) = yaml.safe_load((directory / "nvidia-master.yaml").read_text()).items()
+    (coding,) = entry["scenarios"]["agentic-coding"]
+    (points,) = coding["search-space"]
+    backend, package = points["kv-offload-backend"], project("kv-vllm")
+    assert f"-{backend['name']}-" in name and backend["version"] == package["version"]
+    (vllm,) = map(Requirement, package["optional-dependencies"]["vllm"])
+    assert vllm.specifier.contains(entry["image"].rpartition(":v")[2])
+    helpers = """require_agentic_kv_offload_backend() { [ "$1" = "$KV_OFFLOAD_BACKEND" ]; }
+    agentic_pip_install() { echo "${@: -1}"; }
+    """
+    given = {"KV_OFFLOADING": points["kv-offloading"], "KV_OFFLOAD_BACKEND": backend["name"]}
+    given |= {"TOTAL_CPU_DRAM_GB": "1177", "MODEL_CHECKPOINT_PAGE_CACHE_GIB": "414"}
+    script = f"{helpers}{(directory / 'kv-tiers.sh').read_text()}printf '%s\\n' \"${{OFFLOAD_ARGS[@]}}\""
+    ran = subprocess.run(["bash", "-euc", script], env=given, capture_output=True, text=True, check=True)
+    installed, flag, transfer = ran.stdout.splitlines()
+    assert (installed, flag) == (f"kv-vllm=={package['version']}", "--kv-transfer-config")
+    settings = json.loads(transfer)["kv_connector_extra_config"]
+    assert server_config(resolve([Layer("the test", settings)], {})[0]).host.capacity_bytes == 682 << 30
+
+
 @pytest.mark.parametrize("where", ["compose", "image", "systemd"])
 def test_a_server_takes_the_settings(where: str, tmp_path: Path) -> None:
     config = parsed(read_file(str(DEPLOY / where / "kv.yaml")), tmp_path)

@@ -3,19 +3,27 @@
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
+from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch
 from kv_server.config import server_config
+from kv_testing.servers import free_port
+from kv_testing.wait import until
 from kv_tiers.settings import Layer, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +128,63 @@ def test_prometheus_takes_the_alerts_and_every_one_fires_on_a_bad_host_alone() -
     tested = yaml.safe_load((ROOT / "tests/deploy/alerts.yaml").read_text())["tests"][0]["promql_expr_test"][0]
     names = {sample["labels"] for sample in tested["exp_samples"]}
     assert names == {f'{{alertname="{rule["alert"]}"}}' for rule in rules}
+
+
+def asked_of(port: str, expressions: Iterable[str]) -> dict[str, list[Any]]:
+    """What a Prometheus answers to each, as Grafana would ask it."""
+    found = {}
+    for expression in expressions:
+        query = re.sub(r"\$__(rate_interval|range|interval)", "10s", expression)
+        query = re.sub(r"\$\{?\w+\}?", ".*", query)
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": query})
+        assert answer.status_code == 200, (query, answer.text)
+        found[expression] = answer.json()["data"]["result"]
+    return found
+
+
+def test_a_prometheus_set_up_as_the_tutorial_says_answers_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    tool("prometheus")
+    ports = {"9090": str(free_port()), "8000": str(free_port())}  # no engine is there
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
+    tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "64KiB"}]
+    config = {
+        "host": {"capacity_bytes": "1MiB"},
+        "http": {"listen": "127.0.0.1:0"},
+        "tiers": [disk],
+        "tenants": tenants,
+    }
+    server = launch(config, socket=tmp_path / "s")
+    cache = RemoteCache(server.socket, group_bytes=(4096,), fingerprint="f")
+    cache.commit(cache.begin_store(key_chain(3), "w"))
+    assert cache.lookup(key_chain(3), "r").chunks == 3
+    ports["9400"] = str(urlsplit(server.url).port)
+    page = (ROOT / "docs/tutorials/server.md").read_text().replace("CLONE", str(ROOT)).replace(" 5s", " 1s")
+    page = re.sub(r"(?<=127\.0\.0\.1:)\d+", lambda found: ports[found[0]], page)
+    setup, query = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    log = tmp_path / "log"
+    with log.open("w") as said_here:
+        shell = ["bash", "-euc", f"{setup}echo READY; wait"]
+        ran = subprocess.Popen(shell, cwd=tmp_path, stdout=said_here, stderr=said_here, start_new_session=True)
+    try:
+        until(lambda: "READY" in log.read_text())
+
+        def up() -> dict[str, str]:
+            result = json.loads(said("bash", "-euc", query.replace("sleep 10", "sleep 1")))["data"]["result"]
+            return {one["metric"]["job"]: one["value"][1] for one in result}
+
+        until(lambda: up() == {"kv-server": "1", "vllm": "0"})
+        until(lambda: sum(map(len, asked_of(ports["9090"], ["rate(kv_lookups_total[10s])"]).values())))
+        dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
+        asked = {target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())}
+        found = asked_of(ports["9090"], asked)
+    finally:
+        os.killpg(ran.pid, signal.SIGKILL)
+        ran.wait(60)
+        cache.close()
+        server.stop()
+    assert len(asked) > 80
+    shown = {name for expression, result in found.items() if result for name in re.findall(r"kv_\w+", expression)}
+    assert shown >= {"kv_chunks_hit_total", "kv_pool_bytes", "kv_leases", "kv_tier_healthy", "kv_tenant_quota_bytes"}
 
 
 def test_prometheus_takes_the_settings_of_the_compose_file(tmp_path: Path) -> None:

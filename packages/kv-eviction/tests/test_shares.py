@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kv_core.keys import NO_TENANT, ChunkKey
+from kv_core.testing import key_chain
 from kv_eviction import EvictionPolicy, make_policy
 from kv_eviction.shares import Shares
 from kv_eviction.testing import PolicyContract
@@ -53,9 +54,24 @@ class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
 
 
 def test_twenty_thousand_quotas_are_set_at_once() -> None:
-    shares = Shares(20_000, make_policy("lru", 1), partial(make_policy, "lru"))
+    made: list[int] = []
+
+    def make(slots: int) -> EvictionPolicy:
+        made.append(slots)
+        return make_policy("prefix", slots)  # which takes the half of a millisecond
+
+    shares = Shares(20_000, make_policy("prefix", 1), make)
     began_s = time.process_time()
     for number in range(20_000):
         shares.set_quota(number.to_bytes(7, "big"), 1)
         shares.end_move()
+    assert shares.victim() is None
     assert time.process_time() - began_s < 3  # ten seconds and more if each looks at all others
+    (own,) = key_chain(1)
+    shares.set_quota((0).to_bytes(7, "big"), None)
+    shares.end_move()
+    shares.set_quota(own.tenant, 1)
+    shares.end_move()
+    shares.took([0], own.tenant)
+    shares.added([own], [0])
+    assert (shares.victim(), made) == (0, [1])

@@ -248,7 +248,7 @@ def reported(
             "tiers": [msgspec.to_builtins(tier)],
             "tenants": [{"name": "acme", "tag": "01", "chunks": 2, "used_bytes": 200, "quota_bytes": 300},
                         {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],
-            "tenants_known": 7,
+            "tenants_known": 7, "name": "c1", "models": ["one\nmodel"],
         },
         CacheReport,
     )  # fmt: skip
@@ -265,7 +265,8 @@ def drawn(picture: Picture, away: str = "") -> list[str]:
 def test_flows_are_differences_by_the_servers_clock() -> None:
     watch = Watch()
     first = drawn(watch.take(reported(10, loaded=5, stored=7, chunks_asked=10, chunks_hit=5)))
-    assert any(line.startswith("hit ratio – now, 50.0% in all ") for line in first)
+    name = first.index("cache c1 of one\\nmodel")
+    assert first[name + 1].startswith("hit ratio – now, 50.0% in all ")
     assert "host 0 B 1000 B 0 – – 0 ░░░░░░░░░░░░ 0% ● up" in first
     assert "nvme – – – – – 3 ▲ down: on fire" in first
     later = reported(12, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4, bytes_loaded=1500)

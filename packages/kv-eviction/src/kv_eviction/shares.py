@@ -14,6 +14,7 @@ and a slot counts as the units that its chunk takes.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
@@ -21,14 +22,24 @@ from kv_core.keys import ChunkKey
 from kv_eviction.policy import EvictionPolicy
 
 
-@dataclass(eq=False, slots=True)
 class Share:
     """One tenant's share, or the common one. slots_used may exceed slots for a while after a quota was lowered."""
 
-    policy: EvictionPolicy
-    slots: int
-    slots_used: int = 0
-    is_common: bool = False
+    __slots__ = ("_make_policy", "_policy", "is_common", "slots", "slots_used")
+
+    def __init__(self, make_policy: Callable[[], EvictionPolicy], slots: int, *, is_common: bool = False) -> None:
+        """make_policy: called when the policy is first needed, as most of many tenants may never have a chunk."""
+        self._make_policy = make_policy
+        self._policy: EvictionPolicy | None = None
+        self.slots = slots
+        self.slots_used = 0
+        self.is_common = is_common
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        if self._policy is None:
+            self._policy = self._make_policy()
+        return self._policy
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +92,7 @@ class Shares:
         make_policy: creates one for a share of the given size.
         numbered: how many slots there are, if these do not count as one each. They may grow.
         """
-        self.common = Share(policy, slots, is_common=True)
+        self.common = Share(lambda: policy, slots, is_common=True)
         self.over: set[Share] = set()
         """Shares that exceed their size since a quota was set."""
         self._make_policy = make_policy
@@ -174,7 +185,7 @@ class Shares:
         if slots is not None and slots > free:
             raise ConfigError(f"a quota of {slots} chunks, where the other quotas leave {free}")
         if share is None and slots is not None:
-            share = self._quota_shares[tenant] = Share(self._make_policy(max(1, slots)), 0)
+            share = self._quota_shares[tenant] = Share(partial(self._make_policy, max(1, slots)), 0)
             self._begin_move(tenant, self.common, share, slots)
         elif share is not None and slots is None:
             del self._quota_shares[tenant]
@@ -257,7 +268,8 @@ class Shares:
 
     def victim(self) -> int | None:
         """A victim of any share. To make room for a chunk, use its share's policy instead."""
-        offers = (share.policy.victim() for share in (self.common, *self._quota_shares.values()))
+        shares = (self.common, *self._quota_shares.values())
+        offers = (share.policy.victim() for share in shares if share.slots_used)
         return next((slot for slot in offers if slot is not None), None)
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:

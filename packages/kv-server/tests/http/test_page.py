@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +454,76 @@ def test_a_prompt_is_explained(browser: Browser, tmp_path: Path) -> None:
     browser.tab_to("explain")
     browser.press("Space")
     until(lambda: "a digest as kv keys prints it" in browser.value(said))
+    cache.close()
+    server.stop()
+
+
+@contextmanager
+def behind(upstream: str, prefix: str) -> Iterator[str]:
+    """A reverse proxy that serves what is at `upstream` behind a prefix, and nothing else; its address."""
+    client = httpx.Client(base_url=upstream, timeout=30)
+
+    class Proxy(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            path, mark, query = self.path.partition("?")
+            if path != prefix and not path.startswith(f"{prefix}/"):
+                self.send_error(404)
+                return
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            url = (path.removeprefix(prefix) or "/") + mark + query
+            answer = client.request(self.command, url, content=body, headers=self.headers.items())
+            self.send_response(answer.status_code)
+            for name, value in answer.headers.items():
+                if name not in ("connection", "content-length", "transfer-encoding", "content-encoding"):
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = do_PUT = do_DELETE = forward  # the names that its base calls
+
+        def log_message(self, *_: object) -> None:
+            """Not on the terminal."""
+
+    with closing(client), ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_port}{prefix}"
+        proxy.shutdown()
+
+
+def test_all_of_it_works_behind_a_prefix_with_or_without_a_slash(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path, token_file=str(tmp_path / "token"))
+    cache = join(server)
+    store(cache, 4, "a")
+    said = "document.getElementById('{}').textContent"
+    with behind(server.url, "/kv/node-1") as page:
+        for number, address in enumerate((f"{page}?from=a+menu#tenants", f"{page}/")):
+            browser.go("about:blank")
+            until(lambda: browser.value("location.href") == "about:blank")
+            browser.complaints.clear()
+            browser.go(address)
+            until(lambda: "engine-1" in browser.text())
+            until(lambda: browser.value("past?.starts_s.length > 0"))  # the history's request has been answered
+            before = browser.value("samples.at(-1).at")
+            until(lambda before=before: browser.value("samples.at(-1).at") > before)
+            browser.type_into("token", (tmp_path / "token").read_text())
+            browser.type_into("tenant", "acme")
+            browser.type_into("quota", f"{number + 2}MiB")
+            browser.tab_to("set-quota")
+            browser.press("Enter")
+            until(lambda quota=number + 2: f"acme: {quota}.00 MiB" in browser.value(said.format("operated")))
+            browser.type_into("tenant", "nobody/é")
+            browser.tab_to("end-quota")
+            browser.press("Enter")
+            until(lambda: "no tenant is called 'nobody/é'" in browser.value(said.format("operated")))
+            browser.type_into("prompt", key_chain(1, branch="a")[0].digest.hex())
+            browser.tab_to("explain")
+            browser.press("Enter")
+            until(lambda: "1 of 1 chunks are held for engine-1" in browser.value(said.format("explained")))
+            assert [line for line in browser.complaints if "status of 4" not in line] == []
+        links = browser.value("[...document.querySelectorAll('a')].map(link => link.getAttribute('href'))")
+        assert not [link for link in links if link.startswith("/")]  # they would lead out of the prefix
+        browser.go(page.removesuffix("/node-1"))
+        until(lambda: "404" in browser.text())
     cache.close()
     server.stop()
 

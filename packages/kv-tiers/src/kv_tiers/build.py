@@ -218,7 +218,8 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         drops_parts=drops_parts(options),
         cipher=cipher,
         only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides chunks itself
-        threads=lane_config.threads,
+        # One more encrypts while the others' calls are in progress, so that the medium does not wait for it.
+        threads=lane_config.threads + (cipher is not None),
     )
     if isinstance(tier, ReadOnly):
         if options.get("write", "never") != "never":

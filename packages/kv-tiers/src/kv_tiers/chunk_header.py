@@ -74,7 +74,7 @@ class Header:
     stored_bytes: size of the payload after this header; never more than `decoded_bytes`.
     format_id: identifies the format of the chunk's bytes (`format_id`).
     codec: name of the payload's codec; "" if the payload is the chunk's bytes.
-    checksum: `kv_core.hashing` of the payload.
+    checksum: `kv_core.hashing` of the payload; of an encrypted one, its tag, which only a key can verify.
     decoded_checksum: the same of the chunk's bytes; None if the codec is lossy.
     encryption: what is needed to decrypt the payload besides a key (`kv_tiers.encryption`); empty if it is not
         encrypted. There are no `pieces` then.
@@ -96,7 +96,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class WholeOnly:
-    """A payload without checksums of its pieces: it can only be verified as a whole."""
+    """A payload without checksums of its pieces, as an encrypted one is: it can only be verified as a whole."""
 
 
 def format_id(fingerprint: str) -> bytes:
@@ -264,6 +264,7 @@ def verify(
     checksum: bytes = b"",
 ) -> Header | Damaged:
     """The header if `payload` is, byte for byte, what was stored under `key` in this format: still encoded, if it was.
+    An encrypted payload is still to be verified, by decrypting it.
 
     As slow as `pack_header`. decoded_bytes: size of a chunk. checksum: of the payload, if already computed.
     """
@@ -272,7 +273,7 @@ def verify(
         return parsed
     if parsed.stored_bytes != payload.nbytes:
         return Damaged(f"a payload of {payload.nbytes} bytes instead of {parsed.stored_bytes}")
-    if (checksum or checksum_of(payload)) != parsed.checksum:
+    if not parsed.encryption and (checksum or checksum_of(payload)) != parsed.checksum:
         return Damaged("the checksum of the bytes is wrong")
     return parsed
 
@@ -284,6 +285,8 @@ def verify_prefix(
     parsed = _read_for(header, key, format_id, decoded_bytes)
     if isinstance(parsed, Damaged):
         return parsed
+    if parsed.encryption:
+        return WholeOnly()
     if prefix.nbytes >= parsed.stored_bytes:
         return verify(header, prefix, key=key, format_id=format_id, decoded_bytes=decoded_bytes)
     pieces, remainder = divmod(prefix.nbytes, piece_bytes(decoded_bytes))
@@ -303,7 +306,8 @@ def check(
     parsed = verify(header, chunk, key=key, format_id=format_id, decoded_bytes=chunk.nbytes)
     if isinstance(parsed, Damaged):
         return parsed
-    return Damaged(f"the bytes are encoded ({parsed.codec})") if parsed.codec else None
+    encoded = "encrypted" if parsed.encryption else parsed.codec
+    return Damaged(f"the bytes are encoded ({encoded})") if encoded else None
 
 
 def _read_for(

@@ -3,7 +3,7 @@
 The operator's key, from a file, encrypts nothing itself: each tenant's key is derived from it (HKDF-SHA256, RFC 5869),
 and the chunk's own name is authenticated with its bytes (NIST SP 800-38D). So bytes that are changed, or moved to
 another chunk's or tenant's place, are damaged, whoever wrote them. The headers stay readable: they have keys, which are
-hashes, sizes, and a checksum of the ciphertext, and none of the chunk's own bytes.
+hashes, sizes, and in the place of a checksum the ciphertext's tag, and none of the chunk's own bytes.
 
 Encrypted chunks are of a chunk format of their own, one for each key of an operator, and formats share no namespace. So
 a cache with another key, or without one, finds none of these chunks, nor touches them.
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
-TAG_BYTES: Final = 16
 _MAX_TENANTS: Final = 1024
 """How many tenants' keys are remembered. Deriving one takes microseconds."""
 
@@ -61,9 +60,9 @@ class Cipher:
         self.fingerprint = f"{fingerprint} aes-256-gcm {hashlib.sha256(b'kv-tiers key ' + key).hexdigest()}"
         self.plain_format_id = format_id(fingerprint)
 
-    def encrypt(self, key: ChunkKey, names: bytes, payload: memoryview, out: memoryview) -> bytes:
-        """Write the ciphertext of a payload to `out`, which is as long, and may be the same memory. Returns what
-        `decrypt` needs.
+    def encrypt(self, key: ChunkKey, names: bytes, payload: memoryview, out: memoryview) -> tuple[bytes, bytes]:
+        """Write the ciphertext of a payload to `out`, which is as long, and may be the same memory. Returns its nonce
+        and its tag, which verifies it as a checksum would.
 
         names: what else identifies these bytes.
         """
@@ -71,16 +70,15 @@ class Cipher:
         running = self._library.Cipher(self._aes(key.tenant), self._library.modes.GCM(nonce)).encryptor()
         running.authenticate_additional_data(bytes(key) + names)
         _run(running, payload, out)
-        return nonce + running.tag
+        return nonce, running.tag
 
-    def decrypt(self, key: ChunkKey, names: bytes, encryption: bytes, payload: memoryview) -> bool:
+    def decrypt(self, key: ChunkKey, names: bytes, nonce: bytes, tag: bytes, payload: memoryview) -> bool:
         """Decrypt a payload in its place. False: these are not the bytes that were encrypted, and what is there now is
         of no use.
 
-        encryption: from `encrypt`.
+        nonce, tag: from `encrypt`.
         """
-        nonce, tag = encryption[:NONCE_BYTES], encryption[NONCE_BYTES:]
-        if len(tag) != TAG_BYTES:
+        if len(nonce) != NONCE_BYTES:
             return False
         running = self._library.Cipher(self._aes(key.tenant), self._library.modes.GCM(nonce, tag)).decryptor()
         running.authenticate_additional_data(bytes(key) + names)

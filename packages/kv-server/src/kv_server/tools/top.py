@@ -122,9 +122,8 @@ def _cache(cache: CacheReport, picture: Picture) -> Table:
         f"{cache.sessions} sessions, chunks of {_bytes(cache.chunk_bytes)}, "
         f"format {cache.fingerprint[:40] or '(unnamed)'}"
     )
-    if cache.name:
-        title = f"cache {cache.name}{' of ' + ', '.join(cache.models) if cache.models else ''}\n{title}"
-    table = _table("\n".join(_plain(line).plain for line in title.split("\n")))
+    of_models = " of " + ", ".join(cache.models) if cache.models else ""
+    table = _table(*([f"cache {cache.name}{of_models}"] if cache.name else []), title)
     table.add_column("tier", style="bold", no_wrap=True)
     slot_bytes = cache.chunk_bytes
     used_bytes, capacity_bytes = counts.slots_used * slot_bytes, counts.slots_total * slot_bytes
@@ -199,8 +198,9 @@ def _tenants(report: Report) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    table = Table(title=_plain(title, "bold"), title_justify="left", title_style="", header_style="dim")
+def _table(*lines: str) -> Table:
+    title = Text("\n").join(_plain(line, "bold") for line in lines)
+    table = Table(title=title, title_justify="left", title_style="", header_style="dim")
     table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
     return table
 

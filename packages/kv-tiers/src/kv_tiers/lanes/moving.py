@@ -96,8 +96,8 @@ class Payloads:
             decoded_bytes=chunk_bytes(read),
             checksum=loaded.checksum,
         )
-        if self._cipher is not None and isinstance(header, Header):
-            header = self._decrypted(self._cipher, header, payload, read)
+        if isinstance(header, Header) and (header.encryption or self._cipher is not None):
+            header = self._decrypted(header, payload, read)
             loaded = Loaded(loaded.nbytes)
         if isinstance(header, Damaged):
             return Arrival(read.key, header)
@@ -189,14 +189,15 @@ class Payloads:
         """
         size = payload.nbytes
         header = Header(chunk.key, chunk.parent, chunk.nbytes, size, self._format_id, codec, bytes(16), None, ())
-        encryption = cipher.encrypt(chunk.key, _names(header), payload, out[:size])
-        header = replace(header, checksum=checksum_of(out[:size]), encryption=encryption)
+        nonce, tag = cipher.encrypt(chunk.key, _names(header), payload, out[:size])
+        header = replace(header, checksum=tag, encryption=nonce)
         return Write(chunk.key, chunk.parent, make_header(header), out, size)
 
-    def _decrypted(self, cipher: Cipher, header: Header, payload: memoryview, read: Read) -> Header | Damaged:
+    def _decrypted(self, header: Header, payload: memoryview, read: Read) -> Header | Damaged:
         """Decrypt the payload in its place. Returns the header that it would have unencrypted, which is the read's from
         now on if it reads what is stored."""
-        if not cipher.decrypt(read.key, _names(header), header.encryption, payload):
+        cipher, names = self._cipher, _names(header)
+        if cipher is None or not cipher.decrypt(read.key, names, header.encryption, header.checksum, payload):
             return Damaged("the bytes are not those that were encrypted")
         checksum = checksum_of(payload)
         plain = replace(header, format_id=cipher.plain_format_id, checksum=checksum, encryption=b"")
