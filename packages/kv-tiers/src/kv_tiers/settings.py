@@ -37,6 +37,7 @@ from kv_tiers.config import (
     JudgeConfig,
     ObserveConfig,
     PeersConfig,
+    PeerSecurity,
     ServerSettings,
     Tokens,
 )
@@ -168,6 +169,8 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
         _check_text("config_file", str(file), "extra config")
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
+    if settings.server.url:
+        settings, in_force = _kept_elsewhere(settings, in_force)
     for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
         if listen and not settings.server.socket:
             _log.warning(
@@ -176,6 +179,34 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
                 path, listen,
             )  # fmt: skip
     return settings, in_force
+
+
+_URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[0-9]{1,5})/?")
+_SMALL_POOL_BYTES: Final = 1 << 30
+
+
+def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
+    """What `server.url` stands for: a small pool, unless its size is given, and a tier that stores at that server.
+
+    Raises:
+        ConfigError: it is not such a URL, or a server of this host is named, too.
+    """
+    server, match = settings.server, _URL.fullmatch(settings.server.url)
+    if server.socket:
+        raise ConfigError("server.socket is a kv-server on this host, server.url one on another: leave one of them out")
+    if match is None:
+        # There may be a password in it.
+        is_shown = "@" not in server.url
+        shown = repr(server.url) if is_shown else "not right: nobody has a name or password there, but a certificate"
+        raise ConfigError(f"server.url is {shown}; write kvs://HOST:PORT, such as kvs://kv-a.internal:9500")
+    security = {name: value for name in PeerSecurity.__struct_fields__ if (value := getattr(settings.peers, name))}
+    tier = {"type": "peers", "name": "server", "hosts": [match[1]], "stores": True, **security}
+    tier["answer_timeout_s"] = server.answer_s
+    is_sized = any(entry.path == "host.capacity_bytes" and entry.origin != "default" for entry in in_force)
+    host = settings.host if is_sized else msgspec.structs.replace(settings.host, capacity_bytes=_SMALL_POOL_BYTES)
+    whole = msgspec.structs.replace(settings, host=host, tiers=[*settings.tiers, tier])
+    now = [(entry, attrgetter(entry.path)(whole)) for entry in in_force]
+    return whole, [entry if value == entry.value else Setting(entry.path, value, "server.url") for entry, value in now]
 
 
 def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
