@@ -207,6 +207,12 @@ class PeerHosts:
         with self._lock:
             return [peer for name in self._names.values() for peer in name.peers.values() if not peer.is_self]
 
+    @property
+    def has_self(self) -> bool:
+        """Whether a host has turned out to be this process."""
+        with self._lock:
+            return any(peer.is_self for name in self._names.values() for peer in name.peers.values())
+
     def set_hosts(self, hosts: Sequence[HostPort]) -> None:
         with self._lock:
             if new := set(hosts) - self._names.keys():
