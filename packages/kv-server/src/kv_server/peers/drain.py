@@ -394,7 +394,9 @@ class Offers:
 
     def __init__(self, parts: CacheParts) -> None:
         self._host, self._index, self._lower = parts.host, parts.index, parts.lower
-        self._tier, self._peers = next(iter(self._lower.tiers_that(PeersTier)), (None, None))
+        found = self._lower.tiers_that(PeersTier)
+        self._tier = found[0][0] if found else None
+        self._peers = found[0][1] if found else None
         self._unused: dict[ChunkKey, Share] = {}  # arriving or in the pool, and not used yet
         self._to_review: deque[ChunkKey] = deque()
         self._unused_of: Counter[Share] = Counter()

@@ -202,9 +202,7 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
 class PeerTaker:
     """Another host, which fetches what it is offered like any hit: an offer carries no chunk bytes."""
 
-    def __init__(
-        self, peer: Peer, namespace: str, answer_s: float, cleared_for_s: Callable[[], float | None]
-    ) -> None:
+    def __init__(self, peer: Peer, namespace: str, answer_s: float, cleared_for_s: Callable[[], float | None]) -> None:
         """cleared_for_s: of this host, as `LocalCache` has it."""
         self.name = str(peer)
         self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
