@@ -2,7 +2,8 @@
 
 An entry is signed with the key of its host's TLS certificate, and carries the certificate. A reader accepts it if the
 certificate is one of its own authority's, is valid now, and names the host of the entry's address: that host is then
-the only one that a reader connects to. Someone who repeats an old entry, or leaves entries out, causes misses.
+the only one that a reader connects to. Someone who repeats an old entry, or leaves entries out, causes misses: a host
+is read only once the process that signed has answered there, so entries need no time in them.
 """
 
 from datetime import UTC, datetime
