@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, did_you_mean
 from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
@@ -41,7 +41,7 @@ from kv_tiers.config import (
     ServerSettings,
     Tokens,
 )
-from kv_tiers.options import counted, in_words, nearest
+from kv_tiers.options import counted, in_words
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
 
@@ -194,14 +194,12 @@ def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Se
     server, match = settings.server, _URL.fullmatch(settings.server.url)
     if server.socket:
         raise ConfigError("server.socket is a kv-server on this host, server.url one on another: leave one of them out")
-    if match is None:
-        # There may be a password in it.
-        is_shown = "@" not in server.url
-        shown = repr(server.url) if is_shown else "not right: nobody has a name or password there, but a certificate"
+    if match is None:  # there may be a password in it
+        shown = "not right: a certificate is used, and no name or password" if "@" in server.url else repr(server.url)
         raise ConfigError(f"server.url is {shown}; write kvs://HOST:PORT, such as kvs://kv-a.internal:9500")
     security = {name: value for name in PeerSecurity.__struct_fields__ if (value := getattr(settings.peers, name))}
-    tier = {"type": "peers", "name": "server", "hosts": [match[1]], "stores": True, **security}
-    tier["answer_timeout_s"] = server.answer_s
+    there = {"hosts": [match[1]], "stores": True, "answer_timeout_s": server.answer_s}
+    tier = {"type": "peers", "name": "server", **there, **security}
     is_sized = any(entry.path == "host.capacity_bytes" and entry.origin != "default" for entry in in_force)
     host = settings.host if is_sized else msgspec.structs.replace(settings.host, capacity_bytes=_SMALL_POOL_BYTES)
     whole = msgspec.structs.replace(settings, host=host, tiers=[*settings.tiers, tier])
@@ -341,7 +339,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
             if value is not None:  # YAML has None where everything below is commented out
                 yield path, value
         else:
-            raise ConfigError(f"there is no setting {path!r} (in {origin}); {nearest(path, known | sections)}")
+            raise ConfigError(f"there is no setting {path!r} (in {origin}); {did_you_mean(path, known | sections)}")
 
 
 def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ from cryptography.x509 import (
 )
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 from kv_core.errors import ConfigError, InputError
-from kv_remote.messages import Message
+from kv_remote.messages import Message, decoded
 from kv_remote.tls_files import WatchedFiles
 from kv_tiers.config import PeerSecurity
 
@@ -158,10 +158,7 @@ class Signatures:
         """Raises `InputError`: it is no entry, or not one of the host at its address."""
         if len(written) > MAX_ENTRY_BYTES + MAX_CHAIN_BYTES:
             raise InputError(f"an entry of {len(written)} bytes is too large")
-        try:
-            signed = _DECODER.decode(written)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise InputError(f"not a signed entry of a directory: {error}") from None
+        signed = decoded(_DECODER, written, "not a signed entry of a directory")
         entry = decode(signed.entry)
         host, message = entry.host_port().host, self._context + signed.entry
         key = self._authority.current().key_of(signed.chain, host)
