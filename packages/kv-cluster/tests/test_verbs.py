@@ -198,6 +198,10 @@ def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None
     for verb, (body, status, said) in refusals.items():
         answer = fleet.ask_over_http(2, verb, body)
         assert (answer.status_code, said in answer.json()["detail"]) == (status, True), answer.text
+    fleet.token_file.rename(fleet.home / "away")
+    answer = fleet.ask_over_http(2, "health", {})
+    assert answer.status_code == 409 and "token_file" in answer.text and not fleet.token_file.exists()
+    (fleet.home / "away").rename(fleet.token_file)
     document = httpx.get(f"{fleet.servers[0].url}openapi.json", timeout=30).json()
     assert {path.rpartition("/")[2] for path in document["paths"] if "/cluster/all/" in path} == set(REQUESTS)
 

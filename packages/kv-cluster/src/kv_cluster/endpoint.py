@@ -65,10 +65,13 @@ def carry_out(
         raise Problem(503, f"{_AT_ONCE} verbs are being carried out; ask again", {"retry-after": "1"})
     try:
         settings = view.settings()
+        token_file = Path(settings.http.token_file)
+        if not token_file.exists():  # reading it would make another one
+            raise Problem(409, f"http.token_file {token_file} is gone, and with it the token for the other servers")
         fleet = open_fleet(
             settings.tiers,
             settings.http.listen,
-            read_token(Path(settings.http.token_file)),
+            read_token(token_file),
             url=options.url,
             is_unprotected=options.unprotected,
             timeout_s=body.timeout_s,

@@ -480,7 +480,7 @@ def open_fleet(
     elif address is not None and address.port:
         scheme, port = "http", address.port
     else:
-        raise ConfigError("these settings have no http.listen with a port: give --url http://{host}:PORT")
+        raise ConfigError("these settings have no http.listen with a port: give url, http://{host}:PORT")
     finder = Finder(tiers, Reach(scheme, port, is_unprotected))
     if not seed and finder.has_directory:
         if address is None:
