@@ -162,6 +162,7 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     assert min(rounds) > 1 and report_of(fleet.servers[0].socket).frozen is False
 
 
+@pytest.mark.slow
 def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None:
     keys = prompt("over http", 6)
     named = {"keys": [key.hex() for key in keys]}
@@ -206,6 +207,7 @@ def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None
     assert {path.rpartition("/")[2] for path in document["paths"] if "/cluster/all/" in path} == set(REQUESTS)
 
 
+@pytest.mark.slow
 def test_as_many_verbs_at_once_as_leave_room_for_what_they_ask_of_their_own_server(fleet: FourServers) -> None:
     with fleet.stopped(3), ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(lambda _: fleet.ask_over_http(0, "health", {}), range(12)))

@@ -189,6 +189,7 @@ def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: Ex
     assert read(cache, PROMPTS[3])
 
 
+@pytest.mark.slow
 def test_servers_that_were_each_cleared_alone_take_nothing_of_one_cleared_earlier_and_say_so(
     ending: ExitStack, tmp_path: Path
 ) -> None:
