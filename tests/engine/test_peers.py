@@ -197,8 +197,9 @@ def keeper(ending: ExitStack, home: Path, listen: str = "127.0.0.1:0") -> Server
 
 def kept_at(server: ServerProcess) -> dict[str, Any]:
     """Settings of an engine whose own pool has four of the six chunks that the prompts make."""
-    tier = {"type": "peers", "hosts": [server.peers], "stores": True, **PATIENT}
-    return {"host": {"capacity_bytes": SMALL}, "tiers": [tier], "cold": {"wait_s": 20.0}}
+    elsewhere = {"url": f"kvs://{server.peers}", "answer_s": 10.0}
+    small, patient = {"capacity_bytes": SMALL}, {"wait_s": 20.0}
+    return {"host": small, "server": elsewhere, "peers": {"unprotected": True}, "cold": patient}
 
 
 def test_an_engine_keeps_its_chunks_in_another_hosts_server(

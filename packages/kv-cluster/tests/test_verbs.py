@@ -2,9 +2,13 @@
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import pytest
 from kv_cluster import client
+from kv_cluster.requests import REQUESTS
 from kv_core.keys import keys_in, tenant_tag
 from kv_testing.cache_servers import read, report_of, store
 from kv_testing.fleet import FourServers, Load, prompt
@@ -156,6 +160,63 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     assert fleet.texts("replicate", "--to", fleet.name(3), keys=other)[3].startswith("has fetched 3")
     rounds = list(load.rounds)
     assert min(rounds) > 1 and report_of(fleet.servers[0].socket).frozen is False
+
+
+@pytest.mark.slow
+def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None:
+    keys = prompt("over http", 6)
+    named = {"keys": [key.hex() for key in keys]}
+    fleet.caches[0].forget(keys)
+    store(fleet.caches[0], keys)
+
+    def did(verb: str, **body: Any) -> dict[int, str]:
+        answer = fleet.ask_over_http(2, verb, body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["done"], answer.text
+        return fleet.by_number(answer.json())
+
+    assert list(did("health")) == [0, 1, 2, 3]
+    assert did("where", **named)[0] == "holds 6 of 6 chunks: 6 in host"
+    assert did("replicate", to=["127.0.0.12"], **named) == {1: "has fetched 6 chunks, and holds 6"}
+    assert did("move", source=fleet.name(0), target=fleet.name(2), **named)[0] == "dropped 6 chunks"
+    assert fleet.held(keys) == [0, 6, 6, 0] and read(fleet.caches[2], keys)
+    assert did("pin", name="http", servers=[fleet.name(2)], **named)[2].startswith("pinned 6")
+    assert fleet.pins(2) == [f"{keys[0].tenant.hex()}.http"]
+    assert did("unpin", name="http", tenant=keys[0].tenant.hex())[2] == "unpinned"
+    assert did("clear-prefix", **named)[1] == "cleared 6 leading chunks"
+    assert did("clear", tenant=keys[0].tenant.hex(), servers=[fleet.name(1)])[1].startswith("cleared ")
+    assert did("drain", server=fleet.name(3), timeout_s=30)[3].startswith("drained: of ")
+    assert did("drain", server=fleet.name(3), end=True) == {3: "stores as before"}
+    # What is refused, and what is not known.
+    assert fleet.ask_over_http(2, "clear", {"everything": True}, token="another").status_code == 401
+    refusals = {
+        "where": ({"keys": named["keys"], "coverages": ["all", "all"], "shards": 4}, 400, "not whole chunks"),
+        "replicate": ({**named, "to": ["kv-z"]}, 409, "no server is called 'kv-z'"),
+        "clear": ({}, 400, "give either a tenant, or everything"),
+        "drain": ({"server": fleet.name(3), "timeout_s": 1e6}, 400, "timeout_s"),
+        "pin": ({**named, "name": "a/b"}, 400, "up to 64 letters"),
+    }
+    for verb, (body, status, said) in refusals.items():
+        answer = fleet.ask_over_http(2, verb, body)
+        assert (answer.status_code, said in answer.json()["detail"]) == (status, True), answer.text
+    fleet.token_file.rename(fleet.home / "away")
+    answer = fleet.ask_over_http(2, "health", {})
+    assert answer.status_code == 409 and "token_file" in answer.text and not fleet.token_file.exists()
+    (fleet.home / "away").rename(fleet.token_file)
+    document = httpx.get(f"{fleet.servers[0].url}openapi.json", timeout=30).json()
+    assert {path.rpartition("/")[2] for path in document["paths"] if "/cluster/all/" in path} == set(REQUESTS)
+
+
+@pytest.mark.slow
+def test_as_many_verbs_at_once_as_leave_room_for_what_they_ask_of_their_own_server(fleet: FourServers) -> None:
+    with fleet.stopped(3), ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(lambda _: fleet.ask_over_http(0, "health", {}), range(12)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 503} and 4 <= statuses.count(200) < 12
+    for answer in answers:
+        if answer.status_code == 200:
+            assert [one["done"] for one in answer.json()["servers"]] == [True, True, True, False]
+    until(lambda: fleet.run("health")[0] == 0)
 
 
 def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:

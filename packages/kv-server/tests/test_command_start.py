@@ -177,7 +177,7 @@ def test_what_no_server_left_at_its_socket_is_left_alone(home: Path, name: str, 
     ("settings", "says"),
     [
         ({"host": {"capacity_bytes": 0}}, "host.capacity_bytes is 0"),
-        ({"host": {"capacity": "1MiB"}}, "it is now 'host.capacity_bytes'"),
+        ({"host": {"capacity": "1MiB"}}, "did you mean 'host.capacity_bytes'"),
         ({"host": {"capacity_bytes": "4kB"}}, "such as 4GiB"),
         ({"host": {"capacity_bytes": "1024TiB"}}, "write a capacity of at most"),
         ({"tiers": [{"type": "disk", "directory": "DISK"}]}, "`capacity_bytes` must be"),

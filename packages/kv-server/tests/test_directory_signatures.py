@@ -14,14 +14,15 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError
+from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
-from kv_server.directory.entries import VERSION, Entry, encode
+from kv_server.directory.entries import VERSION, Entry, encode, names_of, pack
 from kv_server.directory.signatures import Signatures, SignedEntry
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_testing.cache_servers import SLOT_BYTES, join_at, store
 from kv_testing.certificates import Authority
-from kv_testing.peers import listening, served_by
+from kv_testing.peers import listening, reads_of, served_by
 from kv_testing.redis_servers import running
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -149,6 +150,32 @@ def test_servers_find_each_other_by_signed_entries_and_by_no_others(ending: Exit
         assert not select.select([trap], [], [], 0.2)[0], "nobody has connected"
     assert [known.id for known in tier._directory._mirror._hosts.values()] == [host.id]  # type: ignore[union-attr]
     assert served_by(server).turned_away == 0
+
+
+def test_a_hosts_former_entries_that_are_repeated_cost_misses_only(ending: ExitStack, authority: Authority) -> None:
+    """Of a process that has ended: at its former address another one listens, at the same one its successor."""
+    valkey = running("signed directory")
+    directory = {"url": valkey.url, **QUICK}
+    server, tier, keys = listed(ending, authority, directory), reader(ending, authority, directory), key_chain(4)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, keys)
+    until(lambda: tier.holds(keys) == [True] * 4)
+    mirror = tier._directory._mirror  # type: ignore[union-attr]
+    (host,) = mirror._hosts.values()
+    (stream,) = valkey.ask("KEYS", f"kv:directory:{CONTEXT.namespace}")
+    files, lost = signatures(authority.issue("localhost"), CONTEXT.namespace), key_chain(4, branch="lost")
+    names = pack(names_of(lost))
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        moved = Entry(VERSION, b"m" * 16, f"localhost:{stranger.getsockname()[1]}", 1, 4, bytes(8), added=names)
+        before = Entry(VERSION, b"b" * 16, str(host.address), 1, 4, bytes(8), added=names)
+        for entry in (moved, before):
+            valkey.ask("XADD", stream, "*", "e", files.signed(entry))
+        assert select.select([stranger], [], [], 10.0)[0], "TLS begins there, and a stranger has no certificate"
+        assert tier.holds(lost) == [False] * 4
+    until(lambda: tier.holds(keys) == [True] * 4)
+    assert tier.holds(lost) == [False] * 4
+    assert tier.load(reads_of(CONTEXT, keys)) == [Loaded(CHUNK_BYTES)] * 4
 
 
 def test_a_server_whose_certificate_does_not_name_its_address_says_so(ending: ExitStack, authority: Authority) -> None:

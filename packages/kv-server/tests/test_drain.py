@@ -18,7 +18,7 @@ from kv_server import RemoteCache, launch, wire
 from kv_server import caches as caches_module
 from kv_server.connection import ask_server
 from kv_server.peers import drain
-from kv_server.peers.drain import _DrainJob, _Offer
+from kv_server.peers.drain import _STALL_S, _DrainJob, _Offer
 from kv_server.peers.metrics import drain_families
 from kv_server.peers.side import directories_of, peer_side
 from kv_server.peers.wire import (
@@ -187,6 +187,38 @@ def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: Ex
     assert report_of(one / "s").caches[0].drain is None
     assert store(cache, PROMPTS[3]).keys == tuple(PROMPTS[3])
     assert read(cache, PROMPTS[3])
+
+
+@pytest.mark.slow
+def test_servers_that_were_each_cleared_alone_take_nothing_of_one_cleared_earlier_and_say_so(
+    ending: ExitStack, tmp_path: Path
+) -> None:
+    """What it has may be older than their clear, which they cannot tell: the drain ends long before its time."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0])
+    cache, other = join_server(one), join_server(two)
+    ending.callback(cache.close)
+    ending.callback(other.close)
+    store(cache, PROMPTS[1])
+    store(other, PROMPTS[1])
+    for one_alone in (cache, other):
+        one_alone.clear()
+    store(cache, PROMPTS[0])
+    store(other, PROMPTS[1])
+    began_s = time.monotonic()
+    state = drained(one)
+    assert time.monotonic() - began_s < 20 < _STALL_S and state.moved == state.elsewhere == 0
+    assert f"127.0.0.1:{ports[1]}: it was cleared after this host" in state.why
+    # The other way round nothing is older.
+    ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
+    assert drained(two).moved == 4 and read(cache, PROMPTS[1])
+    # Nor is it once the first one is cleared again.
+    ask_server(two / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
+    cache.clear()
+    store(cache, PROMPTS[2])
+    assert drained(one).moved == 4 and read(other, PROMPTS[2])
 
 
 def test_of_two_hosts_that_leave_at_once_neither_counts_on_the_other(ending: ExitStack, tmp_path: Path) -> None:

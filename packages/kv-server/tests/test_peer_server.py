@@ -399,8 +399,8 @@ MESSAGES = [
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
     PeerReceived(CONTEXT.namespace, pack_keys(KEYS)),
-    Offer(CONTEXT.namespace, pack_keys(KEYS), 1),
-    Offer("another namespace", pack_keys(key_chain(5, branch="offered")), 0),
+    Offer(CONTEXT.namespace, pack_keys(KEYS), 1, None),
+    Offer("another namespace", pack_keys(key_chain(5, branch="offered")), 0, None),
 ]
 
 
@@ -448,11 +448,12 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(PeerReceived(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
-        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS))),
-        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS) + 9)),
-        frame(Offer(CONTEXT.namespace, pack_keys(key_chain(MAX_OFFERED + 1)), 0)),
-        frame(Offer(CONTEXT.namespace, pack_keys([*KEYS, *key_chain(2, salt="another")]), 0)),
-        frame(Offer(CONTEXT.namespace, Keys(5, b"x" * 10), 0)),
+        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS), None)),
+        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS) + 9, None)),
+        frame(Offer(CONTEXT.namespace, pack_keys(key_chain(MAX_OFFERED + 1)), 0, None)),
+        frame(Offer(CONTEXT.namespace, pack_keys([*KEYS, *key_chain(2, salt="another")]), 0, None)),
+        frame(Offer(CONTEXT.namespace, Keys(5, b"x" * 10), 0, None)),
+        frame(Offer(CONTEXT.namespace, pack_keys(KEYS), 0, -1.0)),
         frame(PeerHello("again", b"")),
     ],
 )

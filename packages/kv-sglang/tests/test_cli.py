@@ -55,7 +55,7 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
         (["--hicache-ratio", "-1"], "a number above 0"),
         (["--hicache-ratio", "nan"], "a number above 0"),
         (["--tier", "disc:directory=/tmp/kv,capacity_bytes=1GiB"], "did you mean 'disk'"),
-        (["--tier", "disk:directory=/tmp/kv,capacity=1GiB"], "it is now 'capacity_bytes'"),
+        (["--tier", "disk:directory=/tmp/kv,capacity=1GiB"], "did you mean 'capacity_bytes'"),
         (["--tier", "disk:directory=/tmp/kv,capacity_bytes=lots"], 'such as "4MiB"'),
         (
             ["--tier", "disk:directory=/nowhere/at/all,capacity_bytes=1GiB"],

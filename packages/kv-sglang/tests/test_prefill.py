@@ -118,6 +118,18 @@ def test_a_steps_fixed_part_is_not_taken_for_computing_once_there_are_short_ones
     assert compute_s(speed, 0, 512) == pytest.approx(512 * TOKEN_S * 5, rel=0.1)
 
 
+@pytest.mark.parametrize(("step_tokens", "measured_tokens"), [(0, 256), (512, 0), (513, 256)])
+def test_what_holds_for_the_longest_step_that_there_can_be_holds_for_any(
+    step_tokens: int, measured_tokens: int
+) -> None:
+    clock = HandClock()
+    speed = PrefillSpeed(clock=clock)
+    for tokens in (256, 48, 256, 48, 256):
+        clock.advance(tokens * TOKEN_S)
+        speed.step_ended(Batch(clock.now_s() - tokens * TOKEN_S, [0], [tokens]), step_tokens)
+    assert (costs := speed.costs()) is not None and costs.measured_tokens == measured_tokens
+
+
 def test_a_speed_that_is_given_is_not_measured() -> None:
     clock = HandClock()
     speed = PrefillSpeed(tokens_per_second=1000.0, clock=clock)

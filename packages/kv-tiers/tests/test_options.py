@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 import pytest
 from kv_core import plugins
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, did_you_mean
 from kv_tiers.build import TIERS, tier_factory
-from kv_tiers.options import byte_count, nearest, read_options
+from kv_tiers.options import byte_count, read_options
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +58,7 @@ def test_options_become_settings() -> None:
     [
         (
             {"path": "/x", "capacity": 1},
-            "there is no option 'capacity'; it is now 'capacity_bytes'",
+            "there is no option 'capacity'; did you mean 'capacity_bytes'",
         ),
         ({"path": "/x", "zzz": 1}, "there are capacity_bytes, mode, path, wait_s"),
         ({"path": "/x", "mode": "sharded"}, "here: .*'sharded' - at `mode`; write one of single, cluster"),
@@ -78,8 +78,8 @@ def test_what_cannot_be_honoured_names_the_option(options: dict[str, object], sa
 
 
 def test_the_nearest_name_or_all() -> None:
-    assert nearest("reddis", ["redis", "disk"]) == "did you mean 'redis'?"
-    assert nearest("x", ["b", "a"]) == "there are a, b"
+    assert did_you_mean("reddis", ["redis", "disk"]) == "did you mean 'redis'?"
+    assert did_you_mean("x", ["b", "a"]) == "there are a, b"
 
 
 def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(

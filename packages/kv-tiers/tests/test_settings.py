@@ -8,7 +8,7 @@ import uuid
 from argparse import Namespace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -241,26 +241,25 @@ def test_one_file_in_any_language_serves_an_engine_and_the_server(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("old", "said"),
+    ("wrong", "said"),
     [
-        ({"host": {"capacity": "1GiB"}}, "it is now 'host.capacity_bytes'"),
-        ({"host.capacity": "1GiB"}, "it is now 'host.capacity_bytes'"),
-        ({"http": {"archive_dir": "/a"}}, "it is now 'http.archive_directory'"),
-        ({"socket": "/run/kv.sock"}, "it is now 'server.socket'"),
-        ({"name": "n"}, "it is now 'server.name'"),
-        ({"max_formats": 1}, "it is now 'server.max_formats'"),
-        ({"max_sessions": 1}, "it is now 'server.max_sessions'"),
+        ({"host": {"capacity": "1GiB"}}, "did you mean 'host.capacity_bytes'"),
+        ({"host.capacity": "1GiB"}, "did you mean 'host.capacity_bytes'"),
+        ({"http": {"archive_dir": "/a"}}, "did you mean 'http.archive_directory'"),
+        ({"socket": "/run/kv.sock"}, "did you mean 'server.socket'"),
+        ({"max_formats": 1}, "did you mean 'server.max_formats'"),
+        ({"max_sessions": 1}, "did you mean 'server.max_sessions'"),
     ],
 )
-def test_an_old_name_is_an_error_that_says_the_new_one(old: dict[str, object], said: str) -> None:
-    for read in (lambda: load(old, {}), lambda: read_config(old)):
+def test_a_name_that_is_none_is_an_error_that_says_the_one_probably_meant(wrong: dict[str, object], said: str) -> None:
+    for read in (lambda: load(wrong, {}), lambda: read_config(wrong)):
         with pytest.raises(ConfigError, match=said):
             read()
 
 
-def test_old_names_of_tiers_and_variables_are_errors_too() -> None:
-    with pytest.raises(ConfigError, match="disk: there is no option 'path'; it is now 'directory'"):
-        check_settings(HostConfig(), [{"type": "disk", "path": "/kv", "capacity_bytes": "1GiB"}])
+def test_wrong_names_of_tiers_options_and_variables_are_errors_too() -> None:
+    with pytest.raises(ConfigError, match="disk: there is no option 'directry'; did you mean 'directory'"):
+        check_settings(HostConfig(), [{"type": "disk", "directry": "/kv", "capacity_bytes": "1GiB"}])
     with pytest.raises(ConfigError, match="did you mean KV_HOST_CAPACITY_BYTES"):
         load({}, {"KV_HOST_CAPACITY": "1GiB"})
 
@@ -272,6 +271,34 @@ def test_every_size_may_be_text_wherever_it_is_given(tmp_path: Path) -> None:
     settings, _ = load({"host": {"capacity_bytes": "3GB"}}, environ)
     assert settings.host.capacity_bytes == 3 * 10**9
     assert (settings.observe.record_bytes, settings.cold.batch_bytes) == (2 << 20, 3 << 19)
+
+
+def test_a_server_of_another_host_is_a_small_pool_and_a_tier_that_stores_there() -> None:
+    files = {f"tls_{name}_file": f"/etc/kv/{name}.pem" for name in ("ca", "cert", "key")}
+    disk = {"type": "disk", "directory": "/kv", "capacity_bytes": 1 << 30}
+    extra: dict[str, Any] = {"server": {"url": "kvs://[fd00::1]:9500/"}, "peers": files, "tiers": [disk]}
+    settings, in_force = load(extra, {})
+    there = {"type": "peers", "name": "server", "hosts": ["[fd00::1]:9500"], "stores": True, "answer_timeout_s": 1.0}
+    assert settings.tiers == [disk, {**there, **files}] and settings.host.capacity_bytes == 1 << 30
+    origins = {entry.path: entry.origin for entry in in_force}
+    assert origins["tiers"] == origins["host.capacity_bytes"] == "server.url"
+    assert (origins["server.url"], origins["host.name"]) == ("extra config", "default")
+    assert load(extra, {"KV_HOST_CAPACITY_BYTES": "4GiB"})[0].host.capacity_bytes == 4 << 30
+    with pytest.raises(ConfigError, match="for an engine whose host has no kv-server"):
+        read_config(extra)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        load(extra, {"KV_SERVER_SOCKET": "/run/kv/kv.sock"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["kv-a:9500", "kv://kv-a:9500", "https://kv-a:9500", "kvs://kv-a", "kvs://kv-a:", "kvs://kv-a:9500/pool",
+     "kvs://fd00::1:9500", "kvs://kv-a:9500,kv-b:9500", "kvs://user:hush@kv-a:9500", "kvs://:9500"],
+)  # fmt: skip
+def test_a_url_that_is_none_of_a_server_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.url is .*; write kvs://HOST:PORT") as raised:
+        load({"server": {"url": url}}, {})
+    assert "hush" not in str(raised.value)
 
 
 def test_an_engine_says_that_it_serves_neither_http_nor_peers(caplog: pytest.LogCaptureFixture) -> None:
@@ -444,6 +471,8 @@ def test_kv_config_shows_which_observers_an_engine_would_refuse(
         ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "inside TLS only"),
         ({"peers": {"listen": "127.0.0.1:0", "tls_ca_file": "/no"}}, "go together"),
         ({"server": {"name": "a/b"}}, "write a plain word"),
+        ({"server": {"url": "kvs://kv-a:9500"}}, "`kv peers init` makes"),
+        ({"server": {"url": "kvs://kv-a:99999"}, "peers": {"unprotected": True}}, "write a host and a port"),
     ],
 )
 def test_kv_config_shows_what_kv_server_would_refuse(

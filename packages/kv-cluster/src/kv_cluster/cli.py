@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.coverage import Coverage
-from kv_core.errors import ConfigError, InputError
+from kv_core.errors import InputError
 from kv_core.keys import TENANT_BYTES, ChunkKey, keys_in, tenant_tag
 from kv_core.log import say
 from kv_core.sequence import KeySequence
@@ -25,10 +25,7 @@ from kv_core.tools.cli import (
 )
 
 if TYPE_CHECKING:  # too much to import for every command's --help
-    import ssl
-
-    from kv_cluster.members import Member
-    from kv_cluster.verbs import Fleet, MemberOutcome, NamedPrefix
+    from kv_cluster.verbs import Fleet
 
 _ABOUT: Final = """\
 Ask all servers that the settings of one of them lead to (a tier of type peers), or have them do something. Each
@@ -50,7 +47,6 @@ examples:
 Whatever interrupts a verb, run it again: it does what is left. The exit status is 0 if all servers did it, 1 if one did
 not, or 2 if an option is wrong or the directory cannot be read.
 """
-_URL: Final = re.compile(r"(https?)://\{host\}(?::([0-9]{1,5}))?/?")
 _MAX_FILE_CHARS: Final = 8 << 20
 _MAX_KEYS: Final = 1 << 15
 
@@ -62,7 +58,7 @@ def register(commands: Any) -> None:
 
     def add(name: str, run: Callable[..., Any], help: str, *positional: str, prompt: bool = False) -> Any:
         verb = verbs.add_parser(name, help=help, description=help)
-        verb.set_defaults(run=_run, verb=name, cluster_verb=run)
+        verb.set_defaults(run=_run, verb=name, request=name, read=run)
         for word in positional:
             verb.add_argument(word.lower(), metavar=word)
         if prompt:
@@ -74,7 +70,7 @@ def register(commands: Any) -> None:
         _add_options(verb, chooses=name in ("health", "where", "pin", "unpin", "clear"))
         return verb
 
-    add("health", _health, "which servers answer, and how they are")
+    add("health", _of_servers, "which servers answer, and how they are")
     add("where", _where, "which server holds how much of a prefix, and in which tier", prompt=True)
     add("pin", _pin, "keep a prefix in the pools of the servers that hold it", "NAME", prompt=True)
     unpin = add("unpin", _unpin, "end a pin", "NAME")
@@ -122,12 +118,18 @@ def _add_options(verb: Any, *, chooses: bool) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from kv_tiers.settings import Layer, read_file, resolve
+
     from kv_cluster.client import NotDone
+    from kv_cluster.requests import REQUESTS
 
     if not 0.1 <= args.timeout <= 86400:
         raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
+    file = args.server_config or os.environ.get("KV_CONFIG_FILE")
+    args.settings, _ = resolve([Layer(f"file {file}", read_file(file))] if file else [], os.environ)
+    told = args.read(args)
     try:
-        outcomes = args.cluster_verb(args, _fleet(args))
+        outcomes = REQUESTS[args.request](**told).do(_fleet(args))
     except NotDone as why:
         say(
             json.dumps({"verb": args.verb, "done": False, "why": str(why), "servers": []})
@@ -149,114 +151,69 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _fleet(args: argparse.Namespace) -> "Fleet":
-    from kv_remote.host_port import HostPort, read_host_port
     from kv_server.http.start import check_token, read_token
-    from kv_tiers.settings import Layer, read_file, resolve
 
-    from kv_cluster.client import Client
-    from kv_cluster.members import Finder, Reach
-    from kv_cluster.verbs import Fleet
+    from kv_cluster.verbs import open_fleet
 
-    file = args.server_config or os.environ.get("KV_CONFIG_FILE")
-    settings, _ = resolve([Layer(f"file {file}", read_file(file))] if file else [], os.environ)
-    args.settings = settings
-    listen = read_host_port(settings.http.listen, "http: listen") if settings.http.listen else None
-    scheme, port = _url(args.url, listen.port if listen is not None else 0)
-    finder = Finder(settings.tiers, Reach(scheme, port, args.unprotected))
-    seed = args.seed
-    if seed is None and finder.has_directory:
-        if listen is None:
-            raise ConfigError("these settings have no http.listen: give --seed http://HOST:PORT of a server's HTTP")
-        seed = f"http://{HostPort('127.0.0.1', listen.port) if listen.is_unspecified else listen}"
-    if seed is not None and not re.fullmatch(r"https?://[^/?#@\s]+/?", seed):
-        raise InputError("--seed: write http://HOST:PORT or https://HOST:PORT")
-    token, token_file = "", args.token_file or settings.http.token_file
+    token, token_file = "", args.token_file or args.settings.http.token_file
     if token_file and Path(token_file).exists():
         check_token(Path(token_file))
         token = read_token(Path(token_file))
     elif args.token_file:
         raise InputError(f"--token-file {args.token_file} does not exist")
-    tls = _tls(finder.ca_file) if "https" in (scheme, (seed or "").partition(":")[0]) else None
-    fleet = Fleet(Client(token, tls), finder, (seed or "").rstrip("/"), args.timeout)
-    if finder.invalid:
-        say(f"kv cluster: {finder.invalid} entries of the directory are invalid, and not used", file=sys.stderr)
+    fleet = open_fleet(
+        args.settings.tiers,
+        args.settings.http.listen,
+        token,
+        url=args.url or "",
+        seed=args.seed or "",
+        is_unprotected=args.unprotected,
+        timeout_s=args.timeout,
+    )
+    if fleet.finder.invalid:
+        say(f"kv cluster: {fleet.finder.invalid} entries of the directory are invalid, and not used", file=sys.stderr)
     return fleet
 
 
-def _url(text: str | None, port: int) -> tuple[str, int]:
-    """The scheme and port of all servers' HTTP."""
-    if text is None:
-        if not port:
-            raise ConfigError("these settings have no http.listen with a port: give --url http://{host}:PORT")
-        return "http", port
-    match = _URL.fullmatch(text)
-    # The host is always the one that an entry's signature proves: no other can be written here.
-    if match is None or not 0 < int(match[2] or 1) < 1 << 16:
-        raise InputError(
-            f"--url {text[:100]!r}: write http://{{host}}:PORT or https://{{host}}:PORT, with {{host}} as it is"
-        )
-    return match[1], int(match[2] or (443 if match[1] == "https" else 80))
+# What each verb's request is told.
 
 
-def _tls(ca_file: str) -> "ssl.SSLContext":
-    """For https: a certificate of the system's authorities, or of the peers' one."""
-    import ssl
-
-    context = ssl.create_default_context()
-    if ca_file:
-        try:
-            context.load_verify_locations(ca_file)
-        except OSError as error:
-            raise ConfigError(f"peers: tls_ca_file {ca_file} cannot be used: {error}") from None
-    return context
+def _of_servers(args: argparse.Namespace) -> dict[str, Any]:
+    return {"servers": _names(args.servers)}
 
 
-# The verbs.
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    return {**_of_servers(args), **_prefix(args)}
 
 
-def _health(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
-    chosen = {member.name for member in _members(args, fleet)}
-    return [outcome for outcome in fleet.health() if outcome.server in chosen]
+def _pin(args: argparse.Namespace) -> dict[str, Any]:
+    return {"name": _name(args.name), **_where(args)}
 
 
-def _where(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
-    return fleet.where(_prefix(args), _members(args, fleet))
+def _unpin(args: argparse.Namespace) -> dict[str, Any]:
+    return {"name": _name(args.name), "tenant": tenant_tag(args.salt).hex(), **_of_servers(args)}
 
 
-def _pin(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
-    from kv_cluster.verbs import MemberOutcome
-
-    outcomes = fleet.pin(_prefix(args), _name(args.name), _members(args, fleet), is_named=args.servers is not None)
-    if all(outcome.facts.get("chunks") == 0 for outcome in outcomes):
-        outcomes.append(MemberOutcome("all", False, "no server holds any of it, so nothing is pinned"))
-    return outcomes
-
-
-def _unpin(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
-    return fleet.unpin(_name(args.name), tenant_tag(args.salt).hex(), _members(args, fleet))
-
-
-def _replicate(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
+def _replicate(args: argparse.Namespace) -> dict[str, Any]:
     if (args.to is None) == (args.copies is None):
         raise InputError("give either --to SERVER or --copies N")
-    if args.copies is None:
-        return fleet.replicate(_prefix(args), _named(fleet, args.to))
-    if args.copies < 1:
+    if args.copies is not None and args.copies < 1:
         raise InputError(f"--copies {args.copies}: write 1 or more")
-    return fleet.copies(_prefix(args), args.copies)
+    return {"to": _names(args.to), "copies": args.copies or 0, **_prefix(args)}
 
 
-def _move(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
-    return fleet.move(_prefix(args), fleet.member(args.source), fleet.member(args.to))
+def _move(args: argparse.Namespace) -> dict[str, Any]:
+    return {"source": args.source, "target": args.to, **_prefix(args)}
 
 
-def _clear(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
+def _clear(args: argparse.Namespace) -> dict[str, Any]:
     has_prompt = any(given is not None for given in (args.file, args.text, args.keys))
     if (args.tenant is not None) + args.everything + has_prompt != 1:
         raise InputError("give one of --tenant NAME, --everything, or a prefix (FILE, --text or --keys)")
     if has_prompt:
-        return fleet.clear_prefix(_prefix(args), _members(args, fleet))
-    return fleet.clear(_members(args, fleet), "" if args.everything else _tag(args))
+        args.request = "clear-prefix"
+        return _where(args)
+    return {"everything": args.everything, "tenant": None if args.everything else _tag(args), **_of_servers(args)}
 
 
 def _tag(args: argparse.Namespace) -> str:
@@ -275,22 +232,15 @@ def _tag(args: argparse.Namespace) -> str:
     return tag
 
 
-def _drain(args: argparse.Namespace, fleet: "Fleet") -> "list[MemberOutcome]":
+def _drain(args: argparse.Namespace) -> dict[str, Any]:
     from kv_tiers.options import byte_count
 
-    member = fleet.member(args.server)
-    if args.end:
-        return fleet.end_drain(member)
-    return fleet.drain(member, max_bytes=None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes"))
+    max_bytes = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
+    return {"server": args.server, "max_bytes": max_bytes, "end": args.end}
 
 
-def _members(args: argparse.Namespace, fleet: "Fleet") -> "list[Member]":
-    return list(fleet.states) if args.servers is None else _named(fleet, args.servers)
-
-
-def _named(fleet: "Fleet", names: str) -> "list[Member]":
-    """Each once."""
-    return list(dict.fromkeys(fleet.member(name.strip()) for name in names.split(",")))
+def _names(text: str | None) -> list[str]:
+    return [] if text is None else text.split(",")
 
 
 def _name(text: str) -> str:
@@ -299,9 +249,8 @@ def _name(text: str) -> str:
     return text
 
 
-def _prefix(args: argparse.Namespace) -> "NamedPrefix":
-    from kv_cluster.verbs import NamedPrefix
-
+def _prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """What a request about a prefix says of it."""
     coverages = tuple(args.coverages.split(","))
     for coverage in coverages:
         Coverage.parse(coverage)
@@ -309,12 +258,8 @@ def _prefix(args: argparse.Namespace) -> "NamedPrefix":
     keys = _prompt_keys(args, len(coverages)) if args.keys is None else _read_keys(args.keys)
     if not 0 < len(keys) <= _MAX_KEYS:
         raise InputError(f"{len(keys)} keys: give those of 1 to {_MAX_KEYS}, of whole chunks")
-    if len(keys) % (args.world * len(coverages)):
-        raise InputError(f"{len(keys)} keys are not whole chunks of {len(coverages)} groups and {args.world} shards")
-    tenants = {key.tenant for key in keys}
-    if len(tenants) > 1:
-        raise InputError("these keys are of several tenants; give those of one prompt")
-    return NamedPrefix([key.hex() for key in keys], tenants.pop().hex(), scheme.chunk_tokens, coverages, args.world)
+    shape = {"chunk_tokens": scheme.chunk_tokens, "coverages": coverages, "shards": args.world}
+    return {"keys": [key.hex() for key in keys], **shape}
 
 
 def _prompt_keys(args: argparse.Namespace, groups: int) -> list[ChunkKey]:

@@ -1,206 +1,84 @@
-"""The endpoint `cluster` of a server: what of a prefix is on this host, and dropping it.
+"""The endpoint `cluster` of a server: every verb on all servers, which this one carries out as `kv cluster` does.
 
-All else that `kv cluster` asks for, a server's own HTTP has. A request is about one tenant's chunks.
+It finds the others by its own settings and sends them its own token, so whoever may change it may change all.
 """
 
-import math
 import threading
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Final
 
 import msgspec
-from kv_core.coverage import ChunkShape
-from kv_core.keys import TENANT_BYTES, ChunkKey
+from kv_core.errors import ConfigError
 from kv_server.http.endpoints import ServerView
 from kv_server.http.operation import Operation, Problem
-from kv_server.http.prefixes import MAX_KEYS, Key, Shaped, keys_of
-from kv_server.peers.tier import PeersTier
-from kv_tiers.cache.hits import last_boundary, whole_prefix
-from kv_tiers.cache.host import AT_ONCE, TIER
-from kv_tiers.cache.local import LocalCache
-from kv_tiers.events import events
-from kv_tiers.options import read_options, spelled_as
-from msgspec import Meta
+from kv_server.http.start import read_token
+from kv_tiers.options import read_options
 
-AWAITED_S: Final = 15.0
-"""Longer than a move takes from asking the target what it holds to dropping the source's copy."""
+from kv_cluster.client import NotDone
+from kv_cluster.here import operations_here
+from kv_cluster.requests import REQUESTS, FleetRequest
+from kv_cluster.verbs import MemberOutcome, open_fleet, read_url
+
+_AT_ONCE: Final = 4
+"""Verbs that one server carries out at a time: half of the requests for endpoints that it answers, as each verb may
+need an answer of its own server."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The endpoint takes none."""
+    """As the options of `kv cluster`: url of every server's HTTP, and unprotected."""
+
+    url: str = ""
+    unprotected: bool = False
 
 
-class HeldHere(msgspec.Struct, frozen=True):
-    """chunks: of the longest hit that this host alone can serve: from its pool, and tiers that only it has.
-    tiers: how many of these are in each, a chunk in the slowest of those that its keys are in.
-    fingerprint, chunk_bytes: the format of the cache that has most of the prefix.
-    """
+class VerbDone(msgspec.Struct, frozen=True):
+    """done: every server did it. servers: what each has done, or why not."""
 
-    chunks: int
-    tiers: dict[str, int]
-    fingerprint: str
-    chunk_bytes: int
-
-
-class WhereRequest(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """for_move: another host drops its copy if this one has all of it: for a while this one drops none."""
-
-    for_move: bool = False
-
-
-class DropRequest(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """everywhere: from tiers that other hosts share, too, and what peers have is not read again until it is stored
-    anew."""
-
-    everywhere: bool = False
-
-
-class DroppedHere(msgspec.Struct, frozen=True):
-    """chunks: of the longest hit that this host had before."""
-
-    chunks: int
-
-
-class AllCleared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Every server was cleared of a tenant, a prefix or (neither is given) everything.
-
-    tenant: its tag, hex. ago_s: since when they have been, at the earliest.
-    """
-
-    tenant: Annotated[str, spelled_as(rf"^([0-9a-f]{{{2 * TENANT_BYTES}}})?$", "a tag, or nothing")] = ""
-    keys: Annotated[list[Key], Meta(max_length=MAX_KEYS)] = []
-    ago_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
-
-
-class ReadsPeers(msgspec.Struct, frozen=True):
-    """caches: that read of other hosts what they were cleared of, as far as it was stored there again."""
-
-    caches: int
-
-
-class Moves:
-    """The moves to this host that may be about to drop the source's copy. Two in opposite directions would else drop
-    both copies, and one between two names of a host its only one. Thread-safe.
-
-    A target is announced before it says what it holds, and `lock` is held while a copy is dropped, so of two such
-    moves at most one finds the other's copy and may drop its own.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._awaited: list[tuple[float, frozenset[ChunkKey]]] = []
-
-    def announce(self, keys: Sequence[ChunkKey]) -> None:
-        now_s = time.monotonic()
-        with self.lock:
-            self._awaited = [one for one in self._awaited if one[0] > now_s] + [(now_s + AWAITED_S, frozenset(keys))]
-
-    def check(self, keys: Sequence[ChunkKey]) -> None:
-        """Under the lock. Raises `Problem`: a move to this host relies on them."""
-        if any(until_s > time.monotonic() and not awaited.isdisjoint(keys) for until_s, awaited in self._awaited):
-            detail = f"chunks of it were moved to this very host within the last {AWAITED_S:g} s; keep it, or try later"
-            raise Problem(409, detail)
+    done: bool
+    servers: list[MemberOutcome]
 
 
 def make_cluster(parameters: Mapping[str, object]) -> Sequence[Operation]:
-    """The factory that `http.endpoints: [cluster]` names. Raises `ConfigError`: it takes no parameters."""
-    read_options(ClusterOptions, parameters, "endpoint cluster")
-    where = "How many leading chunks of a prefix this host holds, by tier"
-    cleared = "Read of other hosts again what all have been cleared of"
-    drop = "Drop a prefix from this host, or from all tiers"
-    moves = Moves()
-    return [
-        Operation("POST", "/where", where, partial(held_here, moves), HeldHere, WhereRequest, failures=(409,)),
-        Operation("POST", "/drop", drop, partial(drop_here, moves), DroppedHere, DropRequest, failures=(409,)),
-        Operation("POST", "/cleared", cleared, all_cleared, ReadsPeers, AllCleared),
-    ]
+    """The factory that `http.endpoints: [cluster]` names. Raises `ConfigError`: its parameters are not such options."""
+    options = read_options(ClusterOptions, parameters, "endpoint cluster")
+    if options.url:
+        read_url(options.url)
+    places = threading.BoundedSemaphore(_AT_ONCE)
+    return [*operations_here(), *(_operation(name, body, options, places) for name, body in REQUESTS.items())]
 
 
-def held_here(moves: Moves, view: ServerView, body: WhereRequest) -> HeldHere:
-    keys, shape = _keys(body), body.shape()
-    if body.for_move:
-        moves.announce(keys)
-    found = [
-        HeldHere(sum(tiers.values()), dict(tiers), fingerprint, max(group_bytes))
-        for (group_bytes, fingerprint), cache in view.caches().items()
-        if body.matches((group_bytes, fingerprint)) and (tiers := _held(cache, keys, shape))
-    ]
-    return max(found, key=lambda held: held.chunks, default=HeldHere(0, {}, "", 0))
+def _operation(
+    name: str, body: type[FleetRequest], options: ClusterOptions, places: threading.BoundedSemaphore
+) -> Operation:
+    about = " ".join((body.__doc__ or "").partition(".")[0].split())
+    do = partial(carry_out, options, places)
+    return Operation("POST", f"/all/{name}", f"On all servers: {about}", do, VerbDone, body, failures=(409,))
 
 
-def drop_here(moves: Moves, view: ServerView, body: DropRequest) -> DroppedHere:
-    keys, shape, chunks = _keys(body), body.shape(), 0
-    caches = [cache for one, cache in view.caches().items() if body.matches(one)]
-    with moves.lock:
-        if not body.everywhere:
-            moves.check(keys)
-        for cache in caches:
-            chunks = max(chunks, sum(_held(cache, keys, shape).values()))
-            if body.everywhere:
-                cache.forget(keys)
-            else:
-                _drop_own(cache, keys)
-    return DroppedHere(chunks)
-
-
-def all_cleared(view: ServerView, body: AllCleared) -> ReadsPeers:
-    caches, keys = view.caches().values(), keys_of(body.keys)
-    tenants = {bytes.fromhex(body.tenant)} if body.tenant else set()
-    began_s = math.inf if tenants or keys else time.monotonic() - body.ago_s
-    tiers = [tier for cache in caches for _, tier in cache.lower.tiers_that(PeersTier)]
-    for tier in tiers:
-        tier.all_cleared(began_s, tenants, keys)
-    return ReadsPeers(len(tiers))
-
-
-def _keys(body: Shaped) -> list[ChunkKey]:
-    keys = keys_of(body.keys)
-    if len({key.tenant for key in keys}) > 1:
-        raise Problem(409, "these keys are of several tenants; send those of one prompt")
-    return keys
-
-
-def _held(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape) -> Counter[str]:
-    """How many chunks of the longest hit are in each tier of this host."""
-    parts, places = cache.parts, [""] * len(keys)
-    for start in range(0, len(keys), AT_ONCE):  # engines get the lock in between
-        with parts.host.lock:
-            parts.host.check_open()
-            for place in range(start, min(start + AT_ONCE, len(keys))):
-                places[place] = TIER if parts.index.find(keys[place]) is not None else ""
-    order = [TIER]
-    for lane in cache.lower.local_lanes():
-        order.append(lane.name)
-        missing = [place for place, tier in enumerate(places) if not tier]
-        for place, is_held in zip(missing, lane.holds([keys[place] for place in missing]), strict=True):
-            places[place] = lane.name if is_held else ""
-
-    def is_there(place: int) -> bool:
-        return bool(places[place])
-
-    chunks, _ = last_boundary(shape, whole_prefix(shape, len(keys) // shape.keys_per_chunk, is_there), is_there)
-    tiers = [TIER] * chunks
-    for place in shape.needed_places(chunks):
-        chunk = place // shape.keys_per_chunk
-        tiers[chunk] = max(tiers[chunk], places[place], key=order.index)
-    return Counter(tiers)
-
-
-def _drop_own(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:
-    """As `LocalCache.forget`, but of what this host alone has: what peers and shared tiers hold is still found.
-    Raises `Problem`: some is pinned, which would end here and begin nowhere."""
-    parts = cache.parts
-    with parts.host.lock:
-        parts.host.check_open()
-        slots = {slot for key in keys if (slot := parts.index.find(key)) is not None}
-        for name, pinned in cache.admin.pinned.items():
-            if not slots.isdisjoint(pinned):
-                raise Problem(409, f"it is pinned as {name.rpartition('.')[2]!r}: unpin it, and pin it where it goes")
-        forgotten = parts.host.forget(keys)
-        cache.admin.unpin_forgotten()
-        parts.lower.discard(keys, only_here=True)
-        if cache.events.on:
-            cache.events.publish(events.Forgotten(forgotten))
+def carry_out(
+    options: ClusterOptions, places: threading.BoundedSemaphore, view: ServerView, body: FleetRequest
+) -> VerbDone:
+    """Raises `Problem`: it could not begin."""
+    if not places.acquire(blocking=False):
+        raise Problem(503, f"{_AT_ONCE} verbs are being carried out; ask again", {"retry-after": "1"})
+    try:
+        settings = view.settings()
+        token_file = Path(settings.http.token_file)
+        if not token_file.exists():  # reading it would make another one
+            raise Problem(409, f"http.token_file {token_file} is gone, and with it the token for the other servers")
+        fleet = open_fleet(
+            settings.tiers,
+            settings.http.listen,
+            read_token(token_file),
+            url=options.url,
+            is_unprotected=options.unprotected,
+            timeout_s=body.timeout_s,
+        )
+        outcomes = body.do(fleet)
+    except (ConfigError, NotDone) as why:
+        raise Problem(409, str(why)) from None
+    finally:
+        places.release()
+    return VerbDone(bool(outcomes) and all(outcome.done for outcome in outcomes), outcomes)

@@ -14,6 +14,7 @@ import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.log import on_one_line
 from kv_remote.host_port import HostPort, read_host_port
+from kv_remote.messages import decoded
 from kv_server.directory.directory import BEGINNING, DirectoryConfig, Position, Stream
 from kv_server.directory.entries import Entry, decode
 from kv_server.peers.security import check_protected, signatures_of
@@ -169,7 +170,4 @@ def _inside(written: bytes) -> bytes:
     """The entry in a signed one, which is not verified yet. Raises `InputError`: it is none."""
     from kv_server.directory.signatures import SignedEntry  # needs `cryptography`, as only TLS does
 
-    try:
-        return msgspec.msgpack.decode(written, type=SignedEntry).entry
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise InputError(f"not a signed entry of a directory: {error}") from None
+    return decoded(msgspec.msgpack.Decoder(SignedEntry), written, "not a signed entry of a directory").entry

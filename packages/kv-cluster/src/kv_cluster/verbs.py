@@ -10,19 +10,23 @@ finished by running it again.
 """
 
 import queue
+import re
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
+from kv_core.errors import ConfigError
+from kv_remote.host_port import HostPort, read_host_port
 from kv_server.report import DrainState
 
 from kv_cluster.client import ANSWER_S, Client, NotDone, shown
-from kv_cluster.endpoint import HeldHere, ReadsPeers
-from kv_cluster.members import Finder, Member
+from kv_cluster.here import HeldHere, ReadsPeers
+from kv_cluster.members import Finder, Member, Reach
 
 T = TypeVar("T")
 
@@ -156,6 +160,7 @@ class Fleet:
         timeout_s: of a verb. Raises `NotDone`: the seed does not answer. Raises `ConfigError`: as for `Finder.read`."""
         self._client = client
         self._timeout_s = timeout_s
+        self.finder = finder
         self.states: dict[Member, ServerShown | NotDone] = {}
         if finder.has_directory:
             known = [client.get(Member("the seed", seed), "/status", ServerShown)]
@@ -433,6 +438,69 @@ class Fleet:
         if job.state != "done":
             raise NotDone(shown(job.reason) or "the job failed")
         return job.chunks
+
+
+_URL: Final = re.compile(r"(https?)://\{host\}(?::([0-9]{1,5}))?/?")
+
+
+def read_url(text: str) -> tuple[str, int]:
+    """The scheme and port of every server's HTTP. Raises `ConfigError`: it is no such URL."""
+    match = _URL.fullmatch(text)
+    # The host is always the one that an entry's signature proves: no other can be written here.
+    if match is None or not 0 < int(match[2] or 1) < 1 << 16:
+        raise ConfigError(
+            f"url is {text[:100]!r}: write http://{{host}}:PORT or https://{{host}}:PORT, with {{host}} as it is"
+        )
+    return match[1], int(match[2] or (443 if match[1] == "https" else 80))
+
+
+def open_fleet(
+    tiers: Iterable[Mapping[str, object]],
+    listen: str,
+    token: str,
+    *,
+    url: str = "",
+    seed: str = "",
+    is_unprotected: bool = False,
+    timeout_s: float,
+) -> Fleet:
+    """The servers that these settings lead to.
+
+    tiers, listen: of one of them (listen: `http.listen`; empty: it has none).
+    url: of every server's HTTP; empty: http, at the port of `listen`.
+    seed: the URL of a server's HTTP that says which formats there are; empty: at `listen`.
+    is_unprotected: as for `Reach`.
+
+    Raises:
+        ConfigError: the settings name no others, or these cannot be found. NotDone: the seed does not answer.
+    """
+    address = read_host_port(listen, "http: listen") if listen else None
+    if url:
+        scheme, port = read_url(url)
+    elif address is not None and address.port:
+        scheme, port = "http", address.port
+    else:
+        raise ConfigError("these settings have no http.listen with a port: give url, http://{host}:PORT")
+    finder = Finder(tiers, Reach(scheme, port, is_unprotected))
+    if not seed and finder.has_directory:
+        if address is None:
+            raise ConfigError("these settings have no http.listen: give --seed http://HOST:PORT of a server's HTTP")
+        seed = f"http://{HostPort('127.0.0.1', address.port) if address.is_unspecified else address}"
+    if seed and not re.fullmatch(r"https?://[^/?#@\s]+/?", seed):
+        raise ConfigError("--seed: write http://HOST:PORT or https://HOST:PORT")
+    tls = _tls(finder.ca_file) if "https" in (scheme, seed.partition(":")[0]) else None
+    return Fleet(Client(token, tls), finder, seed.rstrip("/"), timeout_s)
+
+
+def _tls(ca_file: str) -> ssl.SSLContext:
+    """For https: a certificate of the system's authorities, or of the peers' one."""
+    context = ssl.create_default_context()
+    if ca_file:
+        try:
+            context.load_verify_locations(ca_file)
+        except OSError as error:
+            raise ConfigError(f"peers: tls_ca_file {ca_file} cannot be used: {error}") from None
+    return context
 
 
 def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s: float) -> "dict[Member, T | NotDone]":

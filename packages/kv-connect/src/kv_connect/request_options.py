@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from kv_core.cost import Use
-from kv_core.errors import InputError
+from kv_core.errors import InputError, did_you_mean
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_server.hints import (
@@ -28,7 +28,7 @@ from kv_server.hints import (
     UnpinHint,
     read_hints,
 )
-from kv_tiers.options import in_words, nearest, spelled_as
+from kv_tiers.options import in_words, spelled_as
 from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
@@ -198,7 +198,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
     values: dict[str, Any] = {}
     unknown = [name for name in options if name not in _OPTIONS and name != _HINTS]
     errors = [
-        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _OPTIONS)}"
+        f"{KEY} has no {_shown(name)}, which is ignored; {did_you_mean(str(name), _OPTIONS)}"
         for name in unknown[:_MAX_NAMES]
     ]
     if len(unknown) > _MAX_NAMES:
@@ -215,7 +215,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
                 _ROOTS.root(tags=values[name])  # only to refuse text that is not Unicode
             elif name == "tiers" and values[name]:
                 errors += [
-                    f"there is no tier {_shown(tier)}, which is ignored; {nearest(tier, tiers)}"
+                    f"there is no tier {_shown(tier)}, which is ignored; {did_you_mean(tier, tiers)}"
                     for tier in values[name]
                     if tier not in tiers
                 ]

@@ -19,21 +19,21 @@ class HostPort(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def is_loopback(self) -> bool:
-        if self.host == LOOPBACK_NAME:
-            return True
+    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """None: the host is a name."""
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            return ipaddress.ip_address(self.host)
         except ValueError:
-            return False
+            return None
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host == LOOPBACK_NAME or (self.address is not None and self.address.is_loopback)
 
     @property
     def is_unspecified(self) -> bool:
         """It stands for all addresses of this machine."""
-        try:
-            return ipaddress.ip_address(self.host).is_unspecified
-        except ValueError:
-            return False
+        return self.address is not None and self.address.is_unspecified
 
 
 def read_host_port(text: str, where: str) -> HostPort:

@@ -83,6 +83,8 @@ def server_config(settings: Settings) -> ServerConfig:
         **msgspec.structs.asdict(settings.server),
     )
     _check_address(config)
+    if config.url:
+        raise ConfigError("server.url is for an engine whose host has no kv-server: leave it out for a server")
     check_programs(config.programs)
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise ConfigError(f"server.name is {config.name!r}; write a plain word")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
-from kv_tiers.options import in_words, nearest, spelled_as
+from kv_core.errors import did_you_mean
+from kv_tiers.options import in_words, spelled_as
 from msgspec import Meta
 
 MAX_ACTIONS: Final = 64
@@ -164,7 +165,7 @@ def _read(given: object) -> Hint | HintOutcome:
         if kind in _ELSEWHERE:
             return _rejected(action_id, kind, _ELSEWHERE[kind])
         if kind not in _PAYLOADS:
-            return _rejected(action_id, kind, f"there is no action {kind!r}; {nearest(kind, _PAYLOADS)}")
+            return _rejected(action_id, kind, f"there is no action {kind!r}; {did_you_mean(kind, _PAYLOADS)}")
         if action.action_version != _VERSION:
             return _rejected(action_id, kind, f"its version is {action.action_version!r}; this cache has {_VERSION}")
         hint = Hint(action_id, msgspec.convert(action.payload, _PAYLOADS[kind]))

@@ -278,6 +278,26 @@ def test_settings_that_cannot_be_meant(options: dict[str, object], match: str) -
 # What goes wrong.
 
 
+@pytest.mark.parametrize("is_asked_first", [False, True])
+def test_a_server_that_is_to_store_at_itself_says_so_once_and_its_tier_stays_up(
+    ending: ExitStack,
+    keeper: ThreadedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_asked_first: bool,
+) -> None:
+    monkeypatch.undo()
+    cache = engine(ending, address_of(keeper))
+    if is_asked_first:
+        assert promoted(cache, key_chain(2)) == 0
+    for number in range(3):
+        store(cache, key_chain(2, branch=str(number)))
+        (state,) = cache.lower.states()
+        assert (state.health.name, state.lane.downs) == ("FULL", 0)
+    assert caplog.text.count("this server itself") == 1
+    assert served_by(keeper).stored == 0
+
+
 def test_a_server_that_is_restarted_is_a_miss_and_then_stored_to_again(ending: ExitStack) -> None:
     server = listening(16, peers={"take_stores": True})
     address = address_of(server)

@@ -110,8 +110,9 @@ class PrefillSpeed:
                 taken.append(self._measured.popleft())
         return taken
 
-    def step_ended(self, batch: Any) -> None:
-        """The scheduler has processed the results of this `ScheduleBatch`, or of its copy.
+    def step_ended(self, batch: Any, step_tokens: int = 0) -> None:
+        """The scheduler has processed the results of this `ScheduleBatch`, or of its copy. step_tokens: as for
+        `EngineCosts`.
 
         Steps end in their order, and the device runs them one after the other. Those that load pages from SGLang's
         host memory count too: what a hit saves is what a step takes less with it, and often only such steps are short,
@@ -124,6 +125,7 @@ class PrefillSpeed:
         if max(batch.extend_lens, default=0) < MIN_PREFILL_TOKENS:
             return
         pairs = sum(new * (before + new / 2) for before, new in zip(batch.prefix_lens, batch.extend_lens, strict=True))
+        self._costs.step_tokens = step_tokens
         self._costs.prefill_took(sum(batch.extend_lens), pairs, self._ended_s - max(batch.launch_ts, before_s))
         self._publish()
 
@@ -150,7 +152,7 @@ def _around_step(call: Any) -> Any:
         answer = call(self, batch, *args, **kwargs)
         for speed in list(_SPEEDS):
             try:
-                speed.step_ended(batch)
+                speed.step_ended(batch, self.chunked_prefill_size or 0)  # None: a step computes whole prompts
             except Exception:  # noqa: BLE001  # any error would end the engine
                 _SPEEDS.discard(speed)
                 _log.exception("a step of SGLang cannot be read: %s", _UNKNOWN)

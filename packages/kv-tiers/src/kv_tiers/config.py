@@ -161,6 +161,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """For kv-server: the path at which it listens; empty: derived from its name. For an engine: the path of the
     kv-server to join, whose host, tiers, cold, tenants and observe then apply; empty: the cache is in the engine's
     process or, if it has several, in a private server that ends with it."""
+    url: str = ""
+    """For an engine whose host has no kv-server: kvs://HOST:PORT, the `peers.listen` of another host's with
+    `peers.take_stores`. It keeps what a small pool here cannot. Certificates: as in `peers`."""
     name: str = "default"
     """Distinguishes the servers of one user."""
     max_formats: Count = 4

@@ -5,7 +5,7 @@ An option in bytes is named `…_bytes`; it may be an integer or text such as "4
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -17,16 +17,6 @@ _UNITS: Final[Mapping[str, int]] = {
     **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGTP", 1)},
     **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
 }
-_RENAMED: Final = {
-    "archive_dir": "archive_directory",
-    "capacity": "capacity_bytes",
-    "max_formats": "server.max_formats",
-    "max_sessions": "server.max_sessions",
-    "name": "server.name",
-    "path": "directory",
-    "socket": "server.socket",
-}
-"""Earlier names of settings and options, from when engines and server used different ones."""
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?(?:[eE]\+?([0-9]{1,2}))?\s*([A-Za-z]*)")
 BYTES_PATTERN: Final = (
     rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,18}})?([eE]\+?[0-9]{{1,2}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
@@ -63,7 +53,7 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     fields = {field.encode_name: field for field in msgspec.structs.fields(settings)}
     for name in options:
         if name not in fields:
-            raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, fields)}")
+            raise ConfigError(f"{where}: there is no option {name!r}; {did_you_mean(name, fields)}")
     values = {name: counted(name, value, f"{where}: {name}", fields[name].type) for name, value in options.items()}
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -122,13 +112,3 @@ def byte_count(value: int | str, where: str) -> int:
     if remainder:
         raise ConfigError(f"{where} is {value!r}, which is not a whole number of bytes")
     return nbytes
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """As `did_you_mean`, of a setting: the new name of one that was renamed."""
-    known = set(known)
-    section, dot, last = name.rpartition(".")
-    new = f"{section}{dot}{_RENAMED.get(last, '')}"
-    if new in known:
-        return f"it is now {new!r}"
-    return did_you_mean(name, known)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, did_you_mean
 from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
@@ -37,10 +37,11 @@ from kv_tiers.config import (
     JudgeConfig,
     ObserveConfig,
     PeersConfig,
+    PeerSecurity,
     ServerSettings,
     Tokens,
 )
-from kv_tiers.options import counted, in_words, nearest
+from kv_tiers.options import counted, in_words
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
 
@@ -168,6 +169,8 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
         _check_text("config_file", str(file), "extra config")
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
+    if settings.server.url:
+        settings, in_force = _kept_elsewhere(settings, in_force)
     for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
         if listen and not settings.server.socket:
             _log.warning(
@@ -176,6 +179,32 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
                 path, listen,
             )  # fmt: skip
     return settings, in_force
+
+
+_URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[0-9]{1,5})/?")
+_SMALL_POOL_BYTES: Final = 1 << 30
+
+
+def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
+    """What `server.url` stands for: a small pool, unless its size is given, and a tier that stores at that server.
+
+    Raises:
+        ConfigError: it is not such a URL, or a server of this host is named, too.
+    """
+    server, match = settings.server, _URL.fullmatch(settings.server.url)
+    if server.socket:
+        raise ConfigError("server.socket is a kv-server on this host, server.url one on another: leave one of them out")
+    if match is None:  # there may be a password in it
+        shown = "not right: a certificate is used, and no name or password" if "@" in server.url else repr(server.url)
+        raise ConfigError(f"server.url is {shown}; write kvs://HOST:PORT, such as kvs://kv-a.internal:9500")
+    security = {name: value for name in PeerSecurity.__struct_fields__ if (value := getattr(settings.peers, name))}
+    there = {"hosts": [match[1]], "stores": True, "answer_timeout_s": server.answer_s}
+    tier = {"type": "peers", "name": "server", **there, **security}
+    is_sized = any(entry.path == "host.capacity_bytes" and entry.origin != "default" for entry in in_force)
+    host = settings.host if is_sized else msgspec.structs.replace(settings.host, capacity_bytes=_SMALL_POOL_BYTES)
+    whole = msgspec.structs.replace(settings, host=host, tiers=[*settings.tiers, tier])
+    now = [(entry, attrgetter(entry.path)(whole)) for entry in in_force]
+    return whole, [entry if value == entry.value else Setting(entry.path, value, "server.url") for entry, value in now]
 
 
 def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
@@ -310,7 +339,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
             if value is not None:  # YAML has None where everything below is commented out
                 yield path, value
         else:
-            raise ConfigError(f"there is no setting {path!r} (in {origin}); {nearest(path, known | sections)}")
+            raise ConfigError(f"there is no setting {path!r} (in {origin}); {did_you_mean(path, known | sections)}")
 
 
 def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -44,13 +44,13 @@ class EngineCosts:
         self, clock: Clock, *, use: Use = "auto", prefill_tokens_per_second: float = 0.0, step_tokens: int = 0
     ) -> None:
         """prefill_tokens_per_second: the engine's speed if it is known in advance; 0: it is learnt.
-        step_tokens: the most that it computes in a step; 0: not known.
+        step_tokens: the most that it computes in a step; 0: not known, or any number.
         """
         self.use = use
+        self.step_tokens = step_tokens
         self._clock = clock
         self._configured_compute = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
         self._compute = Estimator(3)
-        self._step_tokens = step_tokens
         self._longest_tokens = self._shorter_steps = 0
         self._forget_after_steps = _FEW_SHORT_STEPS
         self._load = Estimator(2)
@@ -72,7 +72,7 @@ class EngineCosts:
         """
         if (use or self.use) != "auto":
             return Costs(computed_tokens)
-        holds_for_any = self._configured_compute is not None or 0 < self._step_tokens <= REACH * self._longest_tokens
+        holds_for_any = self._configured_compute is not None or 0 < self.step_tokens <= REACH * self._longest_tokens
         measured_tokens = 0 if holds_for_any else self._longest_tokens
         compute, load = self._compute_cost(), self._load_cost()
         return Costs(computed_tokens, compute, load, stores, layerwise_tokens, measured_tokens=measured_tokens)

@@ -2,7 +2,8 @@
 
 An entry is signed with the key of its host's TLS certificate, and carries the certificate. A reader accepts it if the
 certificate is one of its own authority's, is valid now, and names the host of the entry's address: that host is then
-the only one that a reader connects to. Someone who repeats an old entry, or leaves entries out, causes misses.
+the only one that a reader connects to. Someone who repeats an old entry, or leaves entries out, causes misses: a host
+is read only once the process that signed has answered there, so entries need no time in them.
 """
 
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from cryptography.x509 import (
 )
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 from kv_core.errors import ConfigError, InputError
-from kv_remote.messages import Message
+from kv_remote.messages import Message, decoded
 from kv_remote.tls_files import WatchedFiles
 from kv_tiers.config import PeerSecurity
 
@@ -157,10 +158,7 @@ class Signatures:
         """Raises `InputError`: it is no entry, or not one of the host at its address."""
         if len(written) > MAX_ENTRY_BYTES + MAX_CHAIN_BYTES:
             raise InputError(f"an entry of {len(written)} bytes is too large")
-        try:
-            signed = _DECODER.decode(written)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise InputError(f"not a signed entry of a directory: {error}") from None
+        signed = decoded(_DECODER, written, "not a signed entry of a directory")
         entry = decode(signed.entry)
         host, message = entry.host_port().host, self._context + signed.entry
         key = self._authority.current().key_of(signed.chain, host)

@@ -23,6 +23,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.threads import start_thread
 from starlette.responses import Response
 
+from kv_server.config import ServerConfig
 from kv_server.http.document import openapi_document
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.relay import ANSWER_S, Relay
@@ -48,6 +49,10 @@ class ServerView:
     def report(self) -> Report:
         """As /status has it. Raises `Problem`: the server is stopping, or does not answer."""
         return asyncio.run_coroutine_threadsafe(self._relay.report(), self._loop).result(2 * ANSWER_S)
+
+    def settings(self) -> ServerConfig:
+        """Those in force."""
+        return self._relay.server.formats.config
 
     def caches(self) -> dict[Format, LocalCache]:
         """One for each format, to be called on any thread. Raises `Problem`: as for `report`."""

@@ -341,11 +341,14 @@ class _DrainJob:
         if not offer.left:
             return False
         is_coming = any(fates[key] == OfferFate.COMING for key in offer.left)
+        is_doubted = all(fates[key] == OfferFate.DOUBTED for key in offer.left)
         last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
-        if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
+        if (is_coming or answer.room) and not is_doubted and now_s - last_s <= _STALL_S:
             return True  # over a slow link chunks arrive one at a time
         self._failed[taker.name] = (
-            "it fetched nothing of what it took"
+            "it was cleared after this host, and reads nothing that may be older: docs/peers.md says what to do"
+            if is_doubted
+            else "it fetched nothing of what it took"
             if is_coming
             else "it is busy"
             if answer.room
@@ -391,17 +394,22 @@ class Offers:
 
     def __init__(self, parts: CacheParts) -> None:
         self._host, self._index, self._lower = parts.host, parts.index, parts.lower
-        self._tier = next((number for number, _ in self._lower.tiers_that(PeersTier)), None)
+        found = self._lower.tiers_that(PeersTier)
+        self._tier = found[0][0] if found else None
+        self._peers = found[0][1] if found else None
         self._unused: dict[ChunkKey, Share] = {}  # arriving or in the pool, and not used yet
         self._to_review: deque[ChunkKey] = deque()
         self._unused_of: Counter[Share] = Counter()
         self.is_refused = False
         """This host is about to leave as well."""
 
-    def take(self, chain: Sequence[ChunkKey], first: int, *, fetches: bool = True) -> Offered:
+    def take(
+        self, chain: Sequence[ChunkKey], first: int, cleared_for_s: float | None = None, *, fetches: bool = True
+    ) -> Offered:
         """Fetch the chunks of this chain from `first` on, unless they are here. Repeating the call reports progress.
 
         chain: one group's and shard's keys of a prompt, from its first chunk on.
+        cleared_for_s: how long ago the other host was cleared; None: never.
         fetches: if not, this only reports what is here.
         """
         wanted = list(chain[first:])
@@ -410,6 +418,7 @@ class Offers:
             return Offered(bytes([OfferFate.NOT_TAKEN] * len(wanted)), 0)
         held_here = self._lower.held_here(wanted)
         tier = self._tier if fetches and not self._host.is_frozen else None
+        doubted = self._peers.doubted(wanted, cleared_for_s) if self._peers is not None else set()
         room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
         with self._host.lock:
             reviewed = self._review_unused()
@@ -417,7 +426,9 @@ class Offers:
         with self._host.lock:
             share = self._host.share_of(wanted[0].tenant)
             pairs = zip(wanted, held_here, strict=True)
-            missing = [key for key, is_here in pairs if not is_here and not self._index.is_held(key)]
+            missing = [
+                key for key, is_here in pairs if not is_here and key not in doubted and not self._index.is_held(key)
+            ]
             lacking = len(missing) - (share.slots // 2 - self._unused_of[share])
             if lacking > 0:
                 below = [key for key, is_there in zip(reviewed, is_below, strict=True) if is_there]
@@ -436,13 +447,16 @@ class Offers:
                     self._drop(key)
             room_left = self._room(share, tier) + room_below
             requested = set(missing)  # these may have arrived already, but were not here when they were offered
-            fates = [self._fate(key, is_here, key in requested) for key, is_here in zip(wanted, held_here, strict=True)]
+            pairs = zip(wanted, held_here, strict=True)
+            fates = [self._fate(key, is_here, key in requested, key in doubted) for key, is_here in pairs]
             return Offered(bytes(fates), room_left)
 
-    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> OfferFate:
+    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool, is_doubted: bool) -> OfferFate:
         if is_here or (self._index.find(key) is not None and not is_begun):
             return OfferFate.HERE
-        return OfferFate.COMING if self._index.is_held(key) else OfferFate.NOT_TAKEN
+        if self._index.is_held(key):
+            return OfferFate.COMING
+        return OfferFate.DOUBTED if is_doubted else OfferFate.NOT_TAKEN
 
     def _room(self, share: Share, tier: int | None) -> int:
         """For how many more chunks there is room in the pool."""

@@ -6,7 +6,6 @@ meanwhile the others serve. Idle connections are retained, and a dead one is rep
 been restarted.
 """
 
-import ipaddress
 import socket
 import threading
 import time
@@ -207,6 +206,12 @@ class PeerHosts:
         with self._lock:
             return [peer for name in self._names.values() for peer in name.peers.values() if not peer.is_self]
 
+    @property
+    def has_self(self) -> bool:
+        """Whether a host has turned out to be this process."""
+        with self._lock:
+            return any(peer.is_self for name in self._names.values() for peer in name.peers.values())
+
     def set_hosts(self, hosts: Sequence[HostPort]) -> None:
         with self._lock:
             if new := set(hosts) - self._names.keys():
@@ -270,8 +275,8 @@ class PeerHosts:
             due = [name for name in self._names.values() if now_s >= name.due_s and not name.is_queued]
             for name in due:
                 name.due_s = now_s + self._resolve_s
-                if (address := _literal(name.host)) is not None:
-                    self._take(name, [address])
+                if name.host.address is not None:
+                    self._take(name, [name.host.host])
                 else:
                     name.is_queued = True
                     # Those that could not be resolved come last, for they may take long again.
@@ -327,12 +332,3 @@ class PeerHosts:
 
     def _peer(self, host: HostPort, address: str) -> Peer:
         return Peer(host.host, (address, host.port), token=self._token, tls=self._tls, connect_s=self._connect_s)
-
-
-def _literal(host: HostPort) -> str | None:
-    """The address, if the host is one and no name."""
-    try:
-        ipaddress.ip_address(host.host)
-    except ValueError:
-        return None
-    return host.host

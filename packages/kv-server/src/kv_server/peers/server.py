@@ -321,7 +321,9 @@ class PeerServer:
             raise InputError("an offer of several chains")
         if found is None:
             return wire.Offered(bytes([wire.OfferFate.NOT_TAKEN] * offered), 0)
-        return peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
+        return peer_side(found[0]).offers.take(
+            chain, request.first, request.cleared_s, fetches=self._config.take_offers
+        )
 
 
 def _interrupt_calls(sock: socket.socket) -> None:

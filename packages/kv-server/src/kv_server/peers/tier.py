@@ -170,6 +170,7 @@ class Following:
             self._hosts.each(peers, send, in_background=True)
 
 
+_OWN: Final = "the host that is to keep the chunks is this server itself: name another one, or leave the tier out"
 _REMEMBERED: Final = 1 << 16
 """Limit of keys whose holders are cached, and of hidden keys."""
 
@@ -201,9 +202,11 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
 class PeerTaker:
     """Another host, which fetches what it is offered like any hit: an offer carries no chunk bytes."""
 
-    def __init__(self, peer: Peer, namespace: str, answer_s: float) -> None:
+    def __init__(self, peer: Peer, namespace: str, answer_s: float, cleared_for_s: Callable[[], float | None]) -> None:
+        """cleared_for_s: of this host, as `LocalCache` has it."""
         self.name = str(peer)
         self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
+        self._cleared_for_s = cleared_for_s
 
     def offer(self, chain: Sequence[ChunkKey], first: int) -> wire.Offered:
         """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
@@ -215,7 +218,7 @@ class PeerTaker:
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
     def _offer(self, chain: Sequence[ChunkKey], first: int, stream: wire.PeerStream, deadline: float) -> wire.Offered:
-        stream.send_message(wire.Offer(self._namespace, pack_keys(chain), first), deadline)
+        stream.send_message(wire.Offer(self._namespace, pack_keys(chain), first, self._cleared_for_s()), deadline)
         answer = stream.answer(wire.Offered, deadline)
         if len(answer.fates) != len(chain) - first:
             raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
@@ -283,6 +286,7 @@ class PeersTier:
             self._hosts, context.namespace, answer_s=config.answer_timeout_s, on_answer=self._handed_over
         )
         self._on_handed_over: OnHandedOver | None = None
+        self._own_cleared_for_s: Callable[[], float | None] = lambda: None
         self.on_progress: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()
@@ -328,20 +332,27 @@ class PeersTier:
             return [Refused("peers store for themselves")] * len(writes)
         host = next((peer for peer in self._hosts.peers() if peer.is_up()), None)
         if host is None:
-            raise TierDown("the server that keeps the chunks does not answer")
+            return self._not_stored("the server that keeps the chunks does not answer", len(writes))
         outcomes: dict[ChunkKey, StoreOutcome] = {}
         write_of = {write.key: write for write in writes}
         try:
             for keys in _questions(list(write_of), wire.MAX_FETCHED):
                 outcomes |= host.talk(partial(self._store, [write_of[key] for key in keys]), self._chunk_s)
         except (OSError, InputError) as error:
-            raise TierDown(f"{host}: {error}") from error
+            return self._not_stored(f"{host}: {error}", len(writes))
         with self._lock:
             for key in [key for key, outcome in outcomes.items() if isinstance(outcome, Stored)]:
                 _remember(self._holders, key, (host,))
         in_order = [outcomes[write.key] for write in writes]
         self._full = why_full(in_order)
         return in_order
+
+    def _not_stored(self, why: str, chunks: int) -> list[StoreOutcome]:
+        """Raises `TierDown`: unless the host is this very server, which will never do."""
+        if not self._hosts.has_self:
+            raise TierDown(why)
+        self._full = _OWN
+        return [Refused(_OWN)] * chunks
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
@@ -370,6 +381,12 @@ class PeersTier:
         if self._removed_there(wire.PeerClear(self._namespace, tenant)):
             with self._lock:
                 self._hidden_tenants.discard(tenant)
+
+    def doubted(self, keys: Sequence[ChunkKey], cleared_for_s: float | None) -> set[ChunkKey]:
+        """Those of the keys that are not read at a host that was cleared so long ago, as far as that decides."""
+        with self._lock:
+            is_believed = self._is_believed(time.monotonic(), cleared_for_s)
+            return {key for key in keys if not is_believed or self._is_hidden(key)}
 
     def all_cleared(self, began_s: float, tenants: set[bytes], keys: Sequence[ChunkKey]) -> None:
         """Every host has been cleared of these, or was cleared after `began_s`: what they hold now is read again."""
@@ -405,6 +422,7 @@ class PeersTier:
 
     def attach(self, parts: CacheParts) -> None:
         (number,) = (number for number, tier in parts.lower.tiers_that(PeersTier) if tier is self)
+        self._own_cleared_for_s = parts.cleared_for_s
         self.follow(partial(parts.fetch_held, number))
 
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
@@ -438,7 +456,7 @@ class PeersTier:
         return [[takers[peer] for peer in peers_of.get(key, ())] for key in keys]
 
     def _taker(self, peer: Peer) -> PeerTaker:
-        return PeerTaker(peer, self._namespace, self._answer_s)
+        return PeerTaker(peer, self._namespace, self._answer_s, self._own_cleared_for_s)
 
     def _handed_over(self, peer: Peer, sent_s: float, answer: wire.Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""

@@ -45,7 +45,7 @@ from kv_tiers.tier import Write
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_server.wire import Format, GroupBytes
 
-VERSION: Final = 5
+VERSION: Final = 6
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `PeerHolds`."""
@@ -210,11 +210,13 @@ class Offer(Message, tag="offer"):
 
     keys: of a prompt, from its first chunk up to the last of these.
     first: the place of the first of these. At most `MAX_OFFERED` are from there on.
+    cleared_s: as for `PeerHeld`, of the sender.
     """
 
     namespace: Namespace
     keys: Keys
     first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
 
 
 class OfferFate(IntEnum):
@@ -223,6 +225,8 @@ class OfferFate(IntEnum):
     NOT_TAKEN = 0
     COMING = 1
     HERE = 2
+    DOUBTED = 3
+    """Never taken from this sender: the peer was cleared of it since, and it may be older."""
 
 
 class Offered(Message, tag="offered"):

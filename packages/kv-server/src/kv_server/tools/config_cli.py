@@ -92,7 +92,7 @@ def _print_and_check(args: argparse.Namespace) -> None:
         check_settings(settings.host, settings.tiers)
         check_observe(settings.observe)
         _check_verdict(settings)
-    if is_for_server or not settings.host.name:  # otherwise no server has these settings, but an engine may
+    if is_for_server or not (settings.host.name or settings.server.url):  # otherwise they are an engine's
         _check_server(settings)
 
 

@@ -28,6 +28,7 @@ class CacheParts:
     refuse_new: from now on nothing new is stored, and this says why; "": chunks are stored again. Takes the lock.
     fetch_held: fetch chunks from the lower tier of this number and hold them for another engine. Then as in
         `Extension.held`, with the seconds for which they are held. Takes the lock.
+    cleared_for_s: as `LocalCache` has it.
     """
 
     host: HostTier
@@ -41,6 +42,7 @@ class CacheParts:
     verify: Callable[[Doubtful], None]
     refuse_new: Callable[[str], None]
     fetch_held: Callable[[int, Sequence[ChunkKey], int, float], None]
+    cleared_for_s: Callable[[], float | None]
 
 
 @runtime_checkable

@@ -116,6 +116,7 @@ class LocalCache:
         self.parts = CacheParts(
             self._host, self._index, self.lower, self.holds, self._leases, self._totals, self._bounded, self._clock,
             verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
+            cleared_for_s=self.cleared_for_s,
         )  # fmt: skip
         """For extensions, and for whoever passes the cache on to another process."""
         self.extensions = self._own_extensions
