@@ -568,7 +568,7 @@ MODELS: Final = (
     TinyModel("DeepSeek-V2", _deepseek_v2, REFERENCE_MLA),
     TinyModel("DeepSeek-V3.2", _deepseek_v32, cannot="Sparse Attention is not supported on CPU"),
     # Up to 2,048 tokens its index chooses everything.
-    TinyModel("DeepSeek-V4", _deepseek_v4, {"dtype": "bfloat16"}, prompt_tokens=2400),
+    TinyModel("DeepSeek-V4", _deepseek_v4, {"dtype": "bfloat16"}, prompt_tokens=2900),
     TinyModel("Qwen3-Next", _causal(_qwen3_next), GATED, own_hits=True),
     TinyModel("Mamba2", _causal(_mamba2, **_MAMBA2), SCANNED | {"block_size": 128}),
     TinyModel("Jamba", _causal(_jamba), STATES, cannot="object has no attribute 'selective_scan_fwd'"),
