@@ -132,6 +132,7 @@ class PageStore:
         self._prefill = PrefillSpeed() if prefill is None else prefill
         self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
         self._requests.listeners.append(self._notify_taken)
+        self._requests.turn_ends.append(self._notify_ended)
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -366,6 +367,10 @@ class PageStore:
     def _notify_taken(self, hashes: Sequence[str]) -> None:
         if keys := self.keys(named_pages(hashes)):
             self.cache.received(keys)
+
+    def _notify_ended(self, hashes: Sequence[str]) -> None:
+        if keys := self.keys(named_pages(hashes)):
+            self.cache.turn_ended(keys)
 
     def _controls(self, hashes: Sequence[str]) -> Controls:
         """The controls of the request whose prompt ends with these pages."""
