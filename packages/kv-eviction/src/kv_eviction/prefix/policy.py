@@ -98,7 +98,8 @@ class Judge:
         small = max(1, capacity_chunks // rate)
         self._arc = ArcPolicy(small)
         policies: dict[Rule, EvictionPolicy] = {Rule.LRU: LruPolicy(), Rule.ARC: self._arc}
-        # Of equals the first leads: refusing stores less. Under WORTH a loop that has just been learnt loses what is kept.
+        # Of equals the first leads: refusing stores less, and a loop, of which both have learnt the same, loses what is
+        # kept under WORTH.
         for rule in (Rule.REFUSE, Rule.WORTH):
             by_segments = policies[rule] = SegmentsPolicy(small, returns)
             by_segments.order.rule = rule
