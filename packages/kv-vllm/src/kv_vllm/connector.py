@@ -634,9 +634,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
         _, tokens = self._requests.get(request.request_id, (None, None))
         if half is not None and tokens is not None and (hinted := tokens.controls.hinted) is not None:
-            half.counts.hints += len(hinted.outcomes)
-            half.counts.hints_rejected += sum(one.outcome == "rejected" for one in hinted.outcomes)
-            answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(hinted)}
+            outcomes = half.hinted(request.request_id, hinted)
+            answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(outcomes)}
         if half is not None and has_ended_turn(request, self._turns):
             half.turn_ended(request.request_id)
         self._drop(request.request_id)
