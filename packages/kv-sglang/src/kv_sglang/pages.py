@@ -132,7 +132,6 @@ class PageStore:
         self._prefill = PrefillSpeed() if prefill is None else prefill
         self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
         self._requests.listeners.append(self._notify_taken)
-        self._requests.turn_ends.append(self._notify_ended)
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -368,7 +367,8 @@ class PageStore:
         if keys := self.keys(named_pages(hashes)):
             self.cache.received(keys)
 
-    def _notify_ended(self, hashes: Sequence[str]) -> None:
+    def turn_ended(self, hashes: Sequence[str]) -> None:
+        """A request with these pages ended its user's turn."""
         if keys := self.keys(named_pages(hashes)):
             self.cache.turn_ended(keys)
 

@@ -55,6 +55,7 @@ _UNKNOWN_MATCH: Final = (
     "computing what is looked up is estimated as if nothing came before it, and a store may evict the beginning of its "
     "own prompt"
 )
+_TURNS: "WeakSet[TurnEnds]" = WeakSet()
 _UNKNOWN_TURNS: Final = "the policy is not told which answers call no tool"
 _MATCHED: "WeakKeyDictionary[Any, Matched]" = WeakKeyDictionary()
 
@@ -244,9 +245,6 @@ class RequestPages:
         self._tenants: OrderedDict[str, bytes] = OrderedDict()  # of pages of prompts with a salt
         self.listeners: list[Received] = []
         self.arrivals: list[Arrived] = []
-        self.turn_ends: list[Callable[[Sequence[str]], object]] = []
-        """Called with the hashes of the pages of a request that ended its user's turn."""
-        self._turns: Turns | None = None  # until a request has brought the tokenizer
 
     def note(
         self,
@@ -357,22 +355,6 @@ class RequestPages:
         if done:
             self._say(done)
 
-    def released(self, req: Any, tree: Any) -> None:
-        """SGLang has released what this request held on the device."""
-        if not req.finished():
-            return
-        if self._turns is None:
-            self._turns = Turns.of(lambda: req.tokenizer)
-        has_stopped = req.finished_reason.to_json()["type"] == "stop"
-        is_json = req.sampling_params.json_schema is not None
-        if self._turns.has_ended(req.output_ids, has_stopped=has_stopped, is_json=is_json):
-            pages = page_hashes(
-                array("q", [*req.origin_input_ids, *req.output_ids]), tree, req.extra_key, req.cache_salt
-            )
-            self._figures.add("turns_ended", 1)
-            for told in self.turn_ends:
-                told(pages)
-
     def _say_hinted(self, request_id: str, hinted: HintOutcomes) -> None:
         """SGLang's answers have no place for what has become of hints."""
         rejected = [one for one in hinted.outcomes if one.outcome == "rejected"]
@@ -394,19 +376,50 @@ class RequestPages:
 def follow_requests(pages: RequestPages) -> None:
     """Note every request of this process in `pages`, as long as that lives; raises whatever importing SGLang raises."""
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     _REQUESTS.add(pages)
     missing = f"the options of requests in {_FIELD} are ignored"
     _follow(Scheduler, "_prefetch_kvcache", _around_arrival, otherwise=missing)
+
+
+class TurnEnds:
+    """Tells which of one engine's requests ended their user's turn, on the scheduler's thread."""
+
+    def __init__(self, told: Sequence[Callable[[Sequence[str]], object]], figures: Figures) -> None:
+        """told: called with the hashes of such a request's pages."""
+        self._told = told
+        self._figures = figures
+        self._turns: Turns | None = None  # until a request has brought the tokenizer
+
+    def released(self, req: Any, tree: Any) -> None:
+        """SGLang releases what this request holds on the device."""
+        if not req.finished():
+            return
+        if self._turns is None:
+            self._turns = Turns.of(lambda: req.tokenizer)
+        has_stopped = req.finished_reason.to_json()["type"] == "stop"
+        is_json = req.sampling_params.json_schema is not None
+        if self._turns.has_ended(req.output_ids, has_stopped=has_stopped, is_json=is_json):
+            tokens = array("q", [*req.origin_input_ids, *req.output_ids])
+            self._figures.add("turns_ended", 1)
+            pages = page_hashes(tokens, tree, req.extra_key, req.cache_salt)
+            for told in self._told:
+                told(pages)
+
+
+def follow_turns(turns: TurnEnds) -> None:
+    """Report every release of this process to `turns` while that lives; raises whatever importing SGLang raises."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    _TURNS.add(turns)
     _follow(UnifiedRadixCache, "on_release", _around_release, otherwise=_UNKNOWN_TURNS)
 
 
 def _around_release(call: Any) -> Any:
     def called(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        for pages in list(_REQUESTS):
+        for turns in list(_TURNS):
             try:
-                pages.released(req, self)
+                turns.released(req, self)
             except Exception:  # noqa: BLE001  # any error would end the engine
                 _log.exception("the answer to request %s cannot be read: %s", req.rid, _UNKNOWN_TURNS)
         return call(self, req, *args, **kwargs)
