@@ -126,6 +126,22 @@ def test_a_hint_in_vllms_own_field_retains_what_a_flood_would_evict(tiny_llama: 
         assert (made.engine.scheduler.counts.hints, made.engine.scheduler.counts.hints_rejected) == (1, 0)
 
 
+def test_a_hint_that_retains_more_than_there_is_room_for_is_answered_with_what_is_retained(tiny_llama: str) -> None:
+    with small(tiny_llama, 8) as made:
+        hints = envelope("kv.retain", ttl_seconds=60)
+        made.ask("larger", PROMPT, asked={"hints": hints})
+        clipped = outcome(made, "larger")
+        assert (clipped["outcome"], clipped["granted"]) == ("clipped", {"ttl_seconds": 60, "chunks": 2})
+        assert "a quarter of the pool or quota" in clipped["why"]
+        assert made.ask("the same", PROMPT, asked={"hints": hints}) == 192 and outcome(made, "the same") == clipped
+        made.ask("another", [44, *PROMPT[1:]], asked={"hints": hints})
+        rejected = outcome(made, "another")
+        assert rejected["outcome"] == "rejected" and "no room" in rejected["why"]
+        for number in range(8):
+            made.ask(f"crowd {number}", [50 + number, *PROMPT[1:]])
+        assert made.ask("returns", PROMPT) == 128, "what was granted"
+
+
 @pytest.mark.parametrize("is_held_before", [False, True], ids=["stored", "held"])
 def test_what_a_hint_demotes_leaves_before_what_is_older(tiny_llama: str, *, is_held_before: bool) -> None:
     with small(tiny_llama, 12) as made:

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_connect.turns import marks_a_call
 from kv_testing.spelling import TOOL_CALL
-from kv_vllm.turns import Turns, marks_a_call
+from kv_vllm.translate import has_ended_turn, turns_of
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
@@ -41,19 +42,20 @@ def finished(
 
 
 def test_a_turn_has_ended_with_an_answer_without_a_call_once_calls_were_seen(spelling_llama: str) -> None:
-    turns = Turns.of(ModelConfig(spelling_llama))
-    assert not turns.has_ended(finished(5, 6))
-    assert not turns.has_ended(finished(5, TOOL_CALL, 6))
-    assert turns.has_ended(finished(5, 6))
-    assert not turns.has_ended(finished(TOOL_CALL))
+    turns = turns_of(ModelConfig(spelling_llama))
+    assert not has_ended_turn(finished(5, 6), turns)
+    assert not has_ended_turn(finished(5, TOOL_CALL, 6), turns)
+    assert has_ended_turn(finished(5, 6), turns)
+    assert not has_ended_turn(finished(TOOL_CALL), turns)
     for status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED):
-        assert not turns.has_ended(finished(5, status=status))
-    assert not turns.has_ended(finished(5, structure={"json": {"type": "array"}})), "a required call is JSON alone"
-    assert turns.has_ended(finished(5, structure={"choice": ["yes", "no"]}))
+        assert not has_ended_turn(finished(5, status=status), turns)
+    required = finished(5, structure={"json": {"type": "array"}})
+    assert not has_ended_turn(required, turns), "a required call is JSON alone"
+    assert has_ended_turn(finished(5, structure={"choice": ["yes", "no"]}), turns)
 
 
 def test_an_engine_without_a_tokenizer_is_told_nothing_by_its_answers(
     tiny_llama: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for turns in (Turns.of(ModelConfig(tiny_llama, skip_tokenizer_init=True)), Turns.of(SimpleNamespace())):
-        assert not turns.has_ended(finished(TOOL_CALL)) and not turns.has_ended(finished(5))
+    for turns in (turns_of(ModelConfig(tiny_llama, skip_tokenizer_init=True)), turns_of(SimpleNamespace())):
+        assert not has_ended_turn(finished(TOOL_CALL), turns) and not has_ended_turn(finished(5), turns)

@@ -1,8 +1,9 @@
-"""Anthropic's marks, tags and tenants at real SGLang's server: what is marked or within its tenant's quota outlives
-what fills the pool, what is not does not, and only equal tags and salts share pages."""
+"""Anthropic's marks, tags, tenants and the ends of turns at real SGLang's server: what is marked or within its tenant's
+quota outlives what fills the pool, what is not does not, and only equal tags and salts share pages."""
 
 import json
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import requests
 from engines import PAGE
 from kv_core.keys import tenant_tag
 from kv_testing.documents import TEMPLATE
-from kv_testing.spelling import with_words
+from kv_testing.spelling import TOOL_CALL, with_words
 from kv_testing.tiny import TinyLlama
+from kv_testing.wait import until
 from test_http import ON_A_CPU, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Marked]:
     command = [sys.executable, "-m", "kv_sglang", "flags", "--config-file", str(directory / "kv.json")]
     command += ["--page-size", str(PAGE), "--hicache-size", "1", "--cache-control"]
     flags = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    Marked.flags = [*shlex.split(flags), "--chat-template", str(directory / "template.jinja")]
+    Marked.flags = [*shlex.split(flags), "--enable-metrics", "--chat-template", str(directory / "template.jinja")]
     Marked._launch_spec_server()
     yield Marked()
     Marked._stop_spec_server()
@@ -106,3 +108,20 @@ def test_a_tenants_pages_stay_within_its_quota_while_others_fill_the_pool(server
     again, warm = ask("of a tenant", cache_salt=SALT)
     assert again == first and warm >= WORDS // PAGE * PAGE
     assert ask("of a tenant", cache_salt="b's") == (first, 0)
+
+
+def test_the_policy_is_told_which_answers_call_no_tool_once_one_has(server: Marked) -> None:
+    def told() -> int:
+        text = requests.get(f"{server.base_url}/metrics", timeout=30).text
+        counts = re.findall(r"^sglang:kv_tiers_turns_ended_total\S* (\S+)$", text, re.MULTILINE)
+        return sum(int(float(count)) for count in counts)
+
+    def answer(name: str, token: int) -> None:
+        found(server, "chat/completions", name, logit_bias={token: 100}, max_tokens=2, stop_token_ids=[token])
+
+    answer("before any call", 7)
+    answer("a call", TOOL_CALL)
+    answer("another call", TOOL_CALL)
+    assert told() == 0
+    answer("words", 7)
+    until(lambda: told() == 1, 30)

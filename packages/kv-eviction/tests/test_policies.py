@@ -430,6 +430,14 @@ def test_a_loop_that_is_longer_than_the_tier_keeps_what_fits(times: float, passe
     assert served.tiers[0].chunks_stored < 0.1 * served.chunks_asked, "what is worth less is not even stored"
 
 
+def test_a_loop_that_has_been_learnt_keeps_what_it_holds() -> None:
+    """Two rules learn it at once: the one that refuses has to lead."""
+    capacity = 512
+    prompts = [key_chain(8, branch=str(number)) for number in range(int(1.8 * capacity / 8))] * 4
+    served = simulate(prompts, [TierPlan("host", capacity, "prefix")], warm_up=3 / 4)
+    assert served.hit_ratio >= 0.95 * optimum(prompts, capacity, warm_up=3 / 4).hit_ratio
+
+
 def test_what_is_new_is_stored_again_after_the_working_set_has_changed() -> None:
     """A tier that refuses must not freeze with what nobody requests any more."""
     loop = [key_chain(8, branch=str(number)) for number in range(64)] * 12

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from kv_core import KeySpace, tenant_tag
@@ -11,6 +12,7 @@ from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_observe import metrics as metrics_module
+from kv_observe.lives import SAMPLED
 from kv_observe.metrics import BUCKETS_S, Metrics
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
@@ -119,7 +121,7 @@ def test_the_parser_reads_it_and_the_conventions_are_kept(scraped: Scraped) -> N
                 assert not sample.name.endswith("_total")
             assert set(sample.labels) <= {
                 "cache", "tier", "direction", "cause", "state", "kind", "ended", "le", "version", "python", "tenant",
-                "of", "group",
+                "of", "group", "role",
             }  # fmt: skip
 
 
@@ -182,6 +184,20 @@ def test_why_chunks_left_and_what_was_damaged(scraped: Scraped) -> None:
     assert scraped.value("kv_tier_healthy", tier="tier0") == 0
     assert scraped.value("kv_tier_downs_total", tier="tier0") == 1
     assert scraped.value("kv_chunks_committed_total") == counts.chunks_committed
+
+
+def test_a_sampled_chunk_has_a_life_until_it_is_evicted(scraped: Scraped) -> None:
+    tower = scraped.tower
+    keys = next(keys for number in count() if not (keys := key_chain(1, branch=str(number)))[0][-1] % SAMPLED)
+    tower.store(keys)
+    tower.run()
+    tower.ask(keys)
+    tower.cache.end("r")
+    assert scraped.value("kv_chunk_gap_seconds_count", role="unused") == 1
+    assert scraped.value("kv_chunk_residence_seconds_count", role="once") == 0
+    tower.crowd_out()
+    for span in ("residence", "idle"):
+        assert scraped.value(f"kv_chunk_{span}_seconds_count", role="once") == 1
 
 
 def test_the_histogram_is_cumulative_and_agrees_with_itself(scraped: Scraped) -> None:

@@ -158,6 +158,9 @@ class DictService:
     def received(self, keys: Sequence[ChunkKey]) -> None:
         self.received_keys.append(list(keys))
 
+    def retainable(self, keys: Sequence[ChunkKey]) -> int:
+        return len(keys)
+
     def turn_ended(self, keys: Sequence[ChunkKey]) -> None:
         self.ended_keys.append(list(keys))
 

@@ -274,6 +274,11 @@ class ServiceMachine(RuleBasedStateMachine):
         """A hint, which changes nothing that is found."""
         self.service.turn_ended(keys)
 
+    @rule(keys=keys)
+    def retainable(self, keys: list[ChunkKey]) -> None:
+        fitting = self.service.retainable(keys)
+        assert fitting is not None and 0 <= fitting <= len(keys)
+
     @rule(holder=holders)
     def end(self, holder: str) -> None:
         self.service.end(holder)

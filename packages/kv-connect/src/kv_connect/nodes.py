@@ -373,6 +373,12 @@ class NodesCache:
         if keys:
             self._to_send.append(PromptEnded(PromptKeys.of(keys, self._keys_per_chunk)))
 
+    def retainable(self, keys: Sequence[ChunkKey]) -> int | None:
+        """On this node; each has the same chunks, unless its pool is another."""
+        here = self._keys_here(keys)
+        fitting = self._local.retainable(here)
+        return None if fitting is None else fitting * (len(keys) // max(1, len(here)))
+
     def clear(self) -> None:
         self._local.clear()
         self._to_send.append(Clear())

@@ -294,6 +294,11 @@ class CacheService(Protocol):
         read. A hint for the pool's policy, which takes others to come back within seconds.
         """
 
+    def retainable(self, keys: Sequence[ChunkKey]) -> int | None:
+        """How many of these leading chunks of a tenant `retain_s` would keep now, beside what is held of its other
+        prompts. None: it is not known, because the cache does not answer.
+        """
+
     def clear(self) -> None:
         """Forget every chunk, as `forget` does."""
 

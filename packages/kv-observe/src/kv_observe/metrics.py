@@ -9,11 +9,9 @@ Labels have few values: one cache per format, one tier per configured tier, and 
 
 import platform
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from itertools import accumulate
 from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError, MisuseError
@@ -27,12 +25,15 @@ from kv_tiers.events.events import (
     DamageFound,
     EngineMeasured,
     Evicted,
+    Forgotten,
     LoadEnded,
     LookedUp,
     Promoted,
     Spilled,
 )
 from kv_tiers.tier_state import SERVING, Health, TierState
+
+from kv_observe.lives import SPANS, Distribution, Lives
 
 try:
     from prometheus_client import CollectorRegistry
@@ -71,21 +72,6 @@ _COUNTED: Final = {
 """What is counted of events: what that is, and its labels besides the cache."""
 
 
-class _Histogram:
-    def __init__(self, bounds: Sequence[float] = BUCKETS_S) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, by upper bound."""
-        return list(zip((*map(repr, self._bounds), "+Inf"), map(float, accumulate(self.counts)), strict=True))
-
-
 class Metrics(Subscriber):
     """Counts from its construction on. `exposition` may be called from any thread."""
 
@@ -102,8 +88,9 @@ class Metrics(Subscriber):
         self._others = others
         self._lock = threading.Lock()  # guards what follows
         self._counts: dict[str, Counter[Labels]] = {name: Counter() for name in _COUNTED}
-        self._transfer_seconds: dict[Labels, _Histogram] = {}
-        self._ratios: dict[Labels, _Histogram] = {}
+        self._transfer_seconds: dict[Labels, Distribution] = {}
+        self._ratios: dict[Labels, Distribution] = {}
+        self._lives: dict[str, Lives] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         bus.subscribe(self)
@@ -115,6 +102,7 @@ class Metrics(Subscriber):
     def take(self, occurred: Occurred) -> None:
         cache, sizes, counts = occurred.source.name, occurred.source.sizes, self._counts
         with self._lock:
+            self._follow_lives(occurred)
             match occurred.event:
                 case LookedUp(ended="PENDING"):
                     pass  # the same holder will look up again
@@ -154,13 +142,27 @@ class Metrics(Subscriber):
                 case DamageFound() as damaged:
                     counts["damaged"][cache, damaged.tier] += len(damaged.keys)
 
+    def _follow_lives(self, occurred: Occurred) -> None:
+        lives, at_s = self._lives.setdefault(occurred.source.name, Lives()), occurred.at_s
+        match occurred.event:
+            case Committed() | Promoted() as stored:
+                lives.stored(stored.keys, at_s)
+            case LookedUp() as lookup if lookup.ended != "PENDING":
+                lives.used(lookup.keys[: lookup.chunks_hit * lookup.shape.keys_per_chunk], at_s)
+            case Evicted(tier=tier, keys=keys) if tier == TIER:
+                lives.evicted(keys, at_s)
+            case Forgotten(everything=True):
+                lives.cleared()
+            case Forgotten(keys=keys):
+                lives.forgotten(keys)
+
     def _add_transfer(self, labels: Labels, nbytes: int, seconds: float) -> None:
         self._counts["transfer_bytes"][labels] += nbytes
-        self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
+        self._transfer_seconds.setdefault(labels, Distribution(BUCKETS_S)).add(seconds)
 
     def _add_estimate(self, labels: Labels, estimated_s: float | None, took_s: float) -> None:
         if estimated_s:
-            self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
+            self._ratios.setdefault(labels, Distribution(BUCKETS_RATIO)).add(took_s / estimated_s)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now. From any thread."""
@@ -197,6 +199,14 @@ class Metrics(Subscriber):
                 _histogram("estimate_ratio", "Measured divided by estimated time of loads from a tier, loads into the "
                            "engine (host) and prefill steps (compute)", self._ratios, "of"),
             ]  # fmt: skip
+            for span, about in SPANS.items():
+                lived: dict[Labels, Distribution] = {
+                    (cache, role): found
+                    for cache, lives in self._lives.items()
+                    for (of, role), found in lives.spans.items()
+                    if of == span
+                }
+                families.append(_histogram(f"chunk_{span}_seconds", f"{about}, of a sample", lived, "role"))
         yield from families
 
 
@@ -291,7 +301,7 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Lab
     return family
 
 
-def _histogram(name: str, about: str, values: Mapping[Labels, _Histogram], *labels: str) -> Metric:
+def _histogram(name: str, about: str, values: Mapping[Labels, Distribution], *labels: str) -> Metric:
     family = HistogramMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
     for label_values, histogram in values.items():
         family.add_metric(label_values, histogram.buckets(), histogram.sum)

@@ -12,11 +12,13 @@ hits save, because a chunk deep in a prompt takes longer to compute than its fir
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_core.keys import ChunkKey
 from kv_eviction import make_policy
 from kv_tiers.index.residency import Residency
+
+from kv_observe.lives import Distribution, Lives, Span
 
 WARM_UP = 0.2
 """The part of the requests that fills the tiers before hits count."""
@@ -67,13 +69,17 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Served:
-    """What all tiers served, for the requests after the warm-up."""
+    """What all tiers served, for the requests after the warm-up.
+
+    lives: of the first tier's chunks, by span and role, from the first request on; empty: times are not known.
+    """
 
     tiers: list[TierCounts]
     requests: int = 0
     chunks_asked: int = 0
     asked_s: float = 0.0
     saved_s: float = 0.0
+    lives: dict[tuple[Span, str], Distribution] = field(default_factory=dict)
 
     def add(self, asked: int, hit: int, cost: PrefillCost, chunk_tokens: int) -> None:
         """A request of so many chunks, of which the first ones hit."""
@@ -105,10 +111,12 @@ def simulate(
     cost: PrefillCost = _COST,
     chunk_tokens: int = 512,
     turn_ends: Sequence[bool] = (),
+    times_s: Sequence[float] = (),
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first.
 
     turn_ends: of each request, whether the first tier's policy is told that it ended its user's turn; empty: of none.
+    times_s: when each request arrived; empty: not known.
     progress: called after each request with the number done.
 
     Raises:
@@ -117,20 +125,27 @@ def simulate(
     tiers = [_Tier(plan, may_refuse=len(plans) == 1) for plan in plans]
     parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}
     begin = int(warm_up * len(prompts))
-    served = Served([])
+    served, lives = Served([]), Lives(every=1)
     for number, prompt in enumerate(prompts):
         if number == begin:
             served = Served([tier.start_counting() for tier in tiers])
-        served.add(len(prompt), _count_hits(prompt, tiers), cost, chunk_tokens)
+        hits = _count_hits(prompt, tiers)
+        served.add(len(prompt), sum(map(len, hits)), cost, chunk_tokens)
         evicted = tiers[0].store(prompt)
+        if times_s:
+            lives.used(hits[0], times_s[number])
+            lives.evicted(evicted, times_s[number])
+            lives.stored(tiers[0].newest, times_s[number])
         if turn_ends and turn_ends[number]:
             tiers[0].turn_ended(prompt)
         for tier in tiers[1:]:
             evicted = [key for run in _runs(evicted, parent_of) for key in tier.take(run, parent_of)]
         if progress is not None:
             progress(number + 1)
-    # If all of them warm it up, none counts.
-    return served if begin < len(prompts) else Served([tier.start_counting() for tier in tiers])
+    if begin == len(prompts):  # all of them warm it up, so none counts
+        served = Served([tier.start_counting() for tier in tiers])
+    served.lives = lives.spans if times_s else {}
+    return served
 
 
 def optimum(
@@ -186,6 +201,8 @@ class _Tier:
         self.residency = Residency(plan.capacity_chunks, self._policy)
         self._free = list(range(plan.capacity_chunks - 1, -1, -1))
         self.counts = TierCounts(plan.name)
+        self.newest: list[ChunkKey] = []
+        """What the latest prompt had stored."""
 
     def start_counting(self) -> TierCounts:
         self.counts = TierCounts(self.counts.name)
@@ -222,6 +239,7 @@ class _Tier:
         if keys:
             residency.commit(keys, slots)
             self._extend(prompt)
+        self.newest = keys
         self.counts.chunks_stored += len(keys)
         self.counts.chunks_evicted += len(evicted)
         return evicted
@@ -247,8 +265,8 @@ class _Tier:
         return slots
 
 
-def _count_hits(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> int:
-    """Returns how many leading chunks are hits."""
+def _count_hits(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> list[list[ChunkKey]]:
+    """Returns the leading chunks that are hits, of each tier."""
     hits: list[tuple[list[ChunkKey], list[int]]] = [([], []) for _ in tiers]
     for key in prompt:
         for tier, (keys, slots) in zip(tiers, hits, strict=True):
@@ -264,7 +282,7 @@ def _count_hits(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> int:
             tier.residency.touch(prompt, slots)
         elif slots:
             tier.residency.touch(keys, slots)
-    return sum(len(slots) for _, slots in hits)
+    return [keys for keys, _ in hits]
 
 
 def _runs(evicted: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[list[ChunkKey]]:

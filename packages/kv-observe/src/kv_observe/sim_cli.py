@@ -39,7 +39,7 @@ examples:
 The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks requested. Saved is the
 part of all seconds of prefill that they save. opt is Belady's optimum, which knows the future: no policy has more
 hits. With several tiers, a hit counts for the fastest that has the chunk, and chunks that one tier evicts are demoted
-to the next.
+to the next. --json says too how long chunks lived in the first tier (docs/observability.md).
 
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
@@ -158,7 +158,7 @@ def _sim(args: argparse.Namespace) -> int:
                 served = simulate(
                     trace.prompts, plans,
                     warm_up=warm_up, progress=clock.progress, cost=prefill, chunk_tokens=chunk_tokens,
-                    turn_ends=trace.turn_ends if policy.endswith(_STOPS) else (),
+                    turn_ends=trace.turn_ends if policy.endswith(_STOPS) else (), times_s=trace.times_s,
                 )  # fmt: skip
                 runs.append(_Run(policy, capacity, served))
             clock.finish(len(trace.prompts))
@@ -242,6 +242,11 @@ def _described(
                 **asdict(_Cost.of(tier, chunk_bytes, gbps)),
             }
             for tier in run.served.tiers
+        ]
+        described["life_s"] = [
+            {"span": span, "role": role, "mean": found.sum / sum(found.counts), "buckets": dict(found.buckets())}
+            for (span, role), found in run.served.lives.items()
+            if any(found.counts)
         ]
     return described
 

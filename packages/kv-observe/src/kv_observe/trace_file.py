@@ -60,6 +60,7 @@ class Trace:
     chunk_tokens, chunk_bytes: as stated by the trace; 0 if not.
     half_lines: how many lines were left out because they are incomplete.
     turn_ends: of each request, whether its answer ended its user's turn; empty if the trace does not say.
+    times_s: of each request, when it arrived; empty if the trace does not say so of all.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Trace:
     chunk_bytes: int = 0
     half_lines: int = 0
     turn_ends: list[bool] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
 
 
 def read_trace(path: str) -> Trace:
@@ -83,7 +85,7 @@ def read_trace(path: str) -> Trace:
     parent_of: dict[ChunkKey, ChunkKey | None] = {}
     prompts: list[list[ChunkKey]] = []
     stops: list[object] = []
-    first_s = last_s = None
+    times: list[float | None] = []
     sizes: tuple[int, int] | None = None
     half_lines = 0
     half_format: tuple[str, str] | None = None  # and where it is
@@ -116,15 +118,16 @@ def read_trace(path: str) -> Trace:
                     "whole prefix: chain the ids, so that chunks after different prefixes have different ones"
                 )
             parent = key
-        if at_s is not None:
-            first_s, last_s = at_s if first_s is None else first_s, at_s
         prompts.append(prompt)
         stops.append(stop)
+        times.append(at_s)
     if not prompts:
         raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
-    span_s = last_s - first_s if first_s is not None and last_s is not None else None
+    known_s = [at_s for at_s in times if at_s is not None]
+    span_s = known_s[-1] - known_s[0] if known_s else None
+    times_s = known_s if len(known_s) == len(prompts) else []
     turn_ends = [stop == _TURN_ENDED for stop in stops] if any(stops) else []
-    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines, turn_ends)
+    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines, turn_ends, times_s)
 
 
 def trace_key(id_: str) -> ChunkKey:

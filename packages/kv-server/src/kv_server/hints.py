@@ -17,6 +17,7 @@ from msgspec import Meta
 
 MAX_ACTIONS: Final = 64
 MAX_TTL_S: Final = 3600.0
+RETAINED: Final = "at most an hour, and a quarter of the pool or quota"
 _MAX_TEXT: Final = 200
 _VERSIONS: Final = ("0.1", "1.0")
 """Of the envelope, which are read alike: Dynamo and SGLang write the first, proposals for vLLM both."""
@@ -48,6 +49,20 @@ class HintOutcomes(msgspec.Struct, frozen=True):
 
     message_id: str
     outcomes: tuple[HintOutcome, ...]
+
+    def retained(self, chunks: int) -> "HintOutcomes":
+        """The same where so many leading chunks of the prompt are retained, and not all."""
+        return HintOutcomes(
+            self.message_id,
+            tuple(
+                one
+                if one.action_type != RetainHint.KIND or one.outcome == "rejected"
+                else HintOutcome(one.action_id, one.action_type, "rejected", f"no room: {RETAINED}")
+                if not chunks
+                else HintOutcome(one.action_id, one.action_type, "clipped", RETAINED, {**one.granted, "chunks": chunks})
+                for one in self.outcomes
+            ),
+        )
 
 
 class _Envelope(msgspec.Struct, frozen=True):

@@ -357,6 +357,13 @@ class RemoteCache:
             if keys and not self._closed:
                 self._link.tell(wire.TurnEnded(wire.pack_keys(keys[: wire.MAX_KEYS])))
 
+    def retainable(self, keys: Sequence[ChunkKey]) -> int | None:
+        with self._lock:
+            if len(keys) > wire.MAX_KEYS:
+                return None
+            answer = self._ask(wire.Retainable(wire.pack_keys(keys)), wire.Fitting)
+            return None if answer is None else answer.keys
+
     def clear(self) -> None:
         with self._lock:
             if self._ask(wire.Clear(), wire.Done) is None:

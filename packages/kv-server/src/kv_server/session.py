@@ -157,6 +157,8 @@ class Session:
             case wire.TurnEnded(keys):
                 self.cache.turn_ended(keys.unpack())
                 return None
+            case wire.Retainable(keys):
+                return wire.Fitting(self.cache.retainable(keys.unpack()))
             case wire.Clear():
                 self.cache.clear()
             case wire.Counts():

@@ -25,7 +25,7 @@ from kv_server.report import DirectoryState, Registration, ReloadReport, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 13
+VERSION: Final = 14
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -263,6 +263,12 @@ class TurnEnded(Message, tag="turn_ended"):
     keys: Keys
 
 
+class Retainable(Message, tag="retainable"):
+    """Chunks of a prompt."""
+
+    keys: Keys
+
+
 class Clear(Message, tag="clear"):
     pass
 
@@ -279,7 +285,7 @@ class ChangesSince(Message, tag="changes_since"):
 
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Received | TurnEnded
-Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
+Verb = Lookup | Renew | Load | Stored | Retainable | End | Watched | Clear | Counts | ChangesSince
 Operation = Ping | Status | Drain | Freeze | Reload | TakeOver | Explain
 Request = Hello | Register | Unregister | Registered | Operation | Verb
 
@@ -370,6 +376,12 @@ class WriteLeased(Message, tag="write_leased"):
     places: list[int]
     slots: list[int]
     refused: str
+
+
+class Fitting(Message, tag="fitting"):
+    """How many leading keys."""
+
+    keys: Number
 
 
 class Counted(Message, tag="counted"):
@@ -465,6 +477,7 @@ Answer = (
     | Planned
     | ReadLeased
     | WriteLeased
+    | Fitting
     | Counted
     | Changed
     | Registrations

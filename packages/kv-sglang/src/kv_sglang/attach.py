@@ -39,7 +39,14 @@ from kv_sglang.metrics import NO_FIGURES, Figures
 from kv_sglang.names import is_marked, mark_media, unmarked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
-from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages, follow_requests, follow_steps
+from kv_sglang.scheduler_calls import (
+    PrefillSpeed,
+    RequestPages,
+    TurnEnds,
+    follow_requests,
+    follow_steps,
+    follow_turns,
+)
 from kv_sglang.weights import WeightsWatch, before_loading
 
 _log = limited_logger(__name__)
@@ -92,6 +99,7 @@ class Attached:
     watch: WeightsWatch | None = None
     requests: RequestPages | None = None
     prefill: PrefillSpeed | None = None
+    turns: TurnEnds | None = None
     figures: Figures = NO_FIGURES
 
     def follow_scheduler(self) -> WeightsWatch:
@@ -100,6 +108,8 @@ class Attached:
         assert self.watch is not None and self.requests is not None and self.prefill is not None
         follow_requests(self.requests)
         follow_steps(self.prefill)
+        self.turns = TurnEnds([store.turn_ended for store in self.stores.values()], self.figures)
+        follow_turns(self.turns)
         return self.watch
 
     def close(self) -> None:
@@ -118,7 +128,7 @@ class Attached:
         if self.server is not None:
             self.server.stop()
         self.stores, self.caches, self.buses, self.server = {}, {}, [], None
-        self.watch = self.requests = self.prefill = None
+        self.watch = self.requests = self.prefill = self.turns = None
 
 
 def check_hashes() -> None:

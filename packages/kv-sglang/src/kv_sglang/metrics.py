@@ -27,6 +27,7 @@ COUNTED: Final = (
     "stores_failed",
     "hints",
     "hints_rejected",
+    "turns_ended",
     "pool_used_bytes",
     "pool_bytes",
     "on",

@@ -367,6 +367,11 @@ class PageStore:
         if keys := self.keys(named_pages(hashes)):
             self.cache.received(keys)
 
+    def turn_ended(self, hashes: Sequence[str]) -> None:
+        """A request with these pages ended its user's turn."""
+        if keys := self.keys(named_pages(hashes)):
+            self.cache.turn_ended(keys)
+
     def _controls(self, hashes: Sequence[str]) -> Controls:
         """The controls of the request whose prompt ends with these pages."""
         controls = self._requests.of(hashes[-1:])[0] if hashes else NO_CONTROLS

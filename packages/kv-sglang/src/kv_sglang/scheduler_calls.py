@@ -1,11 +1,13 @@
 """What SGLang's scheduler knows and does not tell its storage or linker, taken from calls that it makes.
 
-These are the options of requests (docs/requests.md), how fast the engine computes, and what of a prompt it has itself.
+These are the options of requests (docs/requests.md), which of them ended their user's turn, how fast the engine
+computes, and what of a prompt it has itself.
 """
 
 import functools
 import inspect
 import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
 from kv_connect.interface import observe
 from kv_connect.request_options import NO_CONTROLS, Controls, chosen
+from kv_connect.turns import Turns
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Use
 from kv_core.keys import NO_TENANT, tenant_tag
@@ -52,6 +55,8 @@ _UNKNOWN_MATCH: Final = (
     "computing what is looked up is estimated as if nothing came before it, and a store may evict the beginning of its "
     "own prompt"
 )
+_TURNS: "WeakSet[TurnEnds]" = WeakSet()
+_UNKNOWN_TURNS: Final = "the policy is not told which answers call no tool"
 _MATCHED: "WeakKeyDictionary[Any, Matched]" = WeakKeyDictionary()
 
 
@@ -377,6 +382,51 @@ def follow_requests(pages: RequestPages) -> None:
     _REQUESTS.add(pages)
     missing = f"the options of requests in {_FIELD} are ignored"
     _follow(Scheduler, "_prefetch_kvcache", _around_arrival, otherwise=missing)
+
+
+class TurnEnds:
+    """Tells which of one engine's requests ended their user's turn, on the scheduler's thread."""
+
+    def __init__(self, told: Sequence[Callable[[Sequence[str]], object]], figures: Figures) -> None:
+        """told: called with the hashes of such a request's pages."""
+        self._told = told
+        self._figures = figures
+        self._turns: Turns | None = None  # until a request has brought the tokenizer
+
+    def released(self, req: Any, tree: Any) -> None:
+        """SGLang releases what this request holds on the device."""
+        if not req.finished():
+            return
+        if self._turns is None:
+            self._turns = Turns.of(lambda: req.tokenizer)
+        has_stopped = req.finished_reason.to_json()["type"] == "stop"
+        is_json = req.sampling_params.json_schema is not None
+        if self._turns.has_ended(req.output_ids, has_stopped=has_stopped, is_json=is_json):
+            tokens = array("q", [*req.origin_input_ids, *req.output_ids])
+            self._figures.add("turns_ended", 1)
+            pages = page_hashes(tokens, tree, req.extra_key, req.cache_salt)
+            for told in self._told:
+                told(pages)
+
+
+def follow_turns(turns: TurnEnds) -> None:
+    """Report every release of this process to `turns` while that lives; raises whatever importing SGLang raises."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    _TURNS.add(turns)
+    _follow(UnifiedRadixCache, "on_release", _around_release, otherwise=_UNKNOWN_TURNS)
+
+
+def _around_release(call: Any) -> Any:
+    def called(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        for turns in list(_TURNS):
+            try:
+                turns.released(req, self)
+            except Exception:  # noqa: BLE001  # any error would end the engine
+                _log.exception("the answer to request %s cannot be read: %s", req.rid, _UNKNOWN_TURNS)
+        return call(self, req, *args, **kwargs)
+
+    return called
 
 
 def _around_arrival(call: Any) -> Any:

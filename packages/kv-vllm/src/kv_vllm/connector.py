@@ -29,6 +29,7 @@ from kv_connect.halves.step import StepPlan
 from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.nodes import FromNode, ToNodes
+from kv_connect.turns import Turns
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.settings import load
@@ -53,9 +54,8 @@ from kv_vllm.parallel import NodeMail, check_parallelism, draft_model
 from kv_vllm.plugin import join_vllm_log
 from kv_vllm.served import served_model
 from kv_vllm.stats import OF_WORKER, OFF, CounterDeltas, HitSources, PromMetrics, SchedulerFigures, Stats
-from kv_vllm.translate import Sessions, StepReader, request_reader
+from kv_vllm.translate import Sessions, StepReader, has_ended_turn, request_reader, turns_of
 from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
-from kv_vllm.turns import Turns
 from kv_vllm.weights import VllmWeights, before_loading, note_resets
 
 _log = limited_logger(__name__)
@@ -434,7 +434,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
                 )
                 assert self._engine.cache is not None
-                self._turns = Turns.of(self._vllm_config.model_config)
+                self._turns = turns_of(self._vllm_config.model_config)
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
                 self._steps = StepReader(self._vllm_config, self._scheduler)
         except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
@@ -634,10 +634,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
         _, tokens = self._requests.get(request.request_id, (None, None))
         if half is not None and tokens is not None and (hinted := tokens.controls.hinted) is not None:
-            half.counts.hints += len(hinted.outcomes)
-            half.counts.hints_rejected += sum(one.outcome == "rejected" for one in hinted.outcomes)
-            answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(hinted)}
-        if half is not None and self._turns.has_ended(request):
+            outcomes = half.hinted(request.request_id, hinted)
+            answer = (answer or {}) | {"kv_hints": msgspec.to_builtins(outcomes)}
+        if half is not None and has_ended_turn(request, self._turns):
             half.turn_ended(request.request_id)
         self._drop(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:

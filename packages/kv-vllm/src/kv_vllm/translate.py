@@ -14,6 +14,7 @@ from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import QuietSteps, SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.request_options import chosen
+from kv_connect.turns import Turns
 from kv_core.hashing import Item
 from kv_tiers.settings import Settings
 
@@ -220,3 +221,22 @@ class StepReader:
         for request_id in self._running - scheduled_tokens.keys():
             request, request_tokens = requests[request_id]
             self._quiet.looked_at(request_tokens, request.num_computed_tokens)
+
+
+def turns_of(model_config: Any) -> Turns:
+    def tokenizer() -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
+
+    return Turns.of(tokenizer)
+
+
+def has_ended_turn(request: Any, turns: Turns) -> bool:
+    """Whether this request, which has finished, ended its user's turn."""
+    structure = None if request.sampling_params is None else request.sampling_params.structured_outputs
+    return turns.has_ended(
+        request.output_token_ids,
+        has_stopped=request.status.name == "FINISHED_STOPPED",
+        is_json=structure is not None and structure.json is not None,
+    )

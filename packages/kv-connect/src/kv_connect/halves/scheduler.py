@@ -21,6 +21,7 @@ from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Ended, Holder, LookupPlan, ReadLease
 from kv_core.shape import ConnectShape
 from kv_core.transfer import packed
+from kv_server.hints import HintOutcomes, RetainHint
 
 from kv_connect.figures import SchedulerCounts
 from kv_connect.halves.engine_costs import EngineCosts
@@ -503,6 +504,19 @@ class SchedulerHalf:
         if (tracked := self._tracked.get(request_id)) is not None and tracked.chunk_keys:
             self.counts.turns_ended += 1
             self._service.turn_ended(tracked.chunk_keys)
+
+    def hinted(self, request_id: str, hinted: HintOutcomes) -> HintOutcomes:
+        """What has become of the request's hints, now that its prompt and budget are known. Call this before
+        `finished`."""
+        tracked, per_chunk = self._tracked.get(request_id), self._shape.chunk.keys_per_chunk
+        retains = any(one.action_type == RetainHint.KIND and one.outcome != "rejected" for one in hinted.outcomes)
+        if retains and tracked is not None and tracked.chunk_keys:
+            fitting = self._service.retainable(tracked.chunk_keys)
+            if fitting is not None and fitting < len(tracked.chunk_keys):
+                hinted = hinted.retained(fitting // per_chunk)
+        self.counts.hints += len(hinted.outcomes)
+        self.counts.hints_rejected += sum(one.outcome == "rejected" for one in hinted.outcomes)
+        return hinted
 
     def finished(self, request_id: str) -> None:
         """The engine is done with the request: finished, aborted or failed. Idempotent."""

@@ -98,7 +98,9 @@ class Judge:
         small = max(1, capacity_chunks // rate)
         self._arc = ArcPolicy(small)
         policies: dict[Rule, EvictionPolicy] = {Rule.LRU: LruPolicy(), Rule.ARC: self._arc}
-        for rule in (Rule.WORTH, Rule.REFUSE):
+        # Of equals the first leads: refusing stores less, and a loop, of which both have learnt the same, loses what is
+        # kept under WORTH.
+        for rule in (Rule.REFUSE, Rule.WORTH):
             by_segments = policies[rule] = SegmentsPolicy(small, returns)
             by_segments.order.rule = rule
         self._caches = {rule: _SmallCache(policy, small) for rule, policy in policies.items()}

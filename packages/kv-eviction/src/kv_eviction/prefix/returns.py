@@ -157,12 +157,17 @@ class Returns:
             reached = sum(counts[interval] for counts in self._reached)
             hazard = (returned + _PRIOR_CHUNKS * hazard) / (reached + _PRIOR_CHUNKS)
             pooled.append(hazard)
+        of_all = self._best_rates(pooled)
         for chunk_class, (all_returned, all_reached) in enumerate(zip(self._returned, self._reached, strict=True)):
-            self._worth[chunk_class][:_INTERVALS] = self._best_rates(
-                [
-                    (returned + _PRIOR_CHUNKS * prior) / (reached + _PRIOR_CHUNKS)
-                    for returned, reached, prior in zip(all_returned, all_reached, pooled, strict=True)
-                ]
+            self._worth[chunk_class][:_INTERVALS] = (
+                of_all
+                if not any(all_reached)
+                else self._best_rates(
+                    [
+                        (returned + _PRIOR_CHUNKS * prior) / (reached + _PRIOR_CHUNKS)
+                        for returned, reached, prior in zip(all_returned, all_reached, pooled, strict=True)
+                    ]
+                )
             )
         for counts in (*self._returned, *self._reached):
             counts[:] = [count * _DECAY for count in counts]

@@ -4,10 +4,10 @@ A lookup touches segments, not chunks.
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import count, takewhile
+from itertools import count, repeat, takewhile
 from typing import Final
 
 from kv_core.keys import ChunkKey
@@ -166,17 +166,23 @@ class AbsentChunks:
         tail: so many leading ones were evicted from the segment that the prompt continues, which had so many uses.
         """
         uses_of = dict.fromkeys(missing, 1)
-        uses_of.update(dict.fromkeys(missing[:tail], tail_uses + 1))
-        for place, key in enumerate(missing):
-            if (segment := self._segments.get(key)) is not None:
-                again = missing[place : place + max(1, segment.end - segment.start)]
-                uses_of.update(dict.fromkeys(again, segment.uses + 2))
-            elif uses_of[key] == 1 and (before := self._uses.get(key) or self._uses_before.get(key)):
-                uses_of[key] = before + 1
+        chunks_new = len(uses_of)
+        if tail or not self._are_new(missing):  # a new prompt is what comes most often
+            uses_of.update(dict.fromkeys(missing[:tail], tail_uses + 1))
+            for place, key in enumerate(missing):
+                if (segment := self._segments.get(key)) is not None:
+                    again = missing[place : place + max(1, segment.end - segment.start)]
+                    uses_of.update(dict.fromkeys(again, segment.uses + 2))
+                elif uses_of[key] == 1 and (before := self._uses.get(key) or self._uses_before.get(key)):
+                    uses_of[key] = before + 1
+            chunks_new = sum(uses == 1 for uses in uses_of.values())
         if len(self._uses) > self._capacity:
             self._uses_before, self._uses = self._uses, {}
         self._uses.update(uses_of)
-        return sum(uses == 1 for uses in uses_of.values())
+        return chunks_new
+
+    def _are_new(self, keys: Sequence[ChunkKey]) -> bool:
+        return all(known.keys().isdisjoint(keys) for known in (self._segments, self._uses, self._uses_before))
 
     def uses(self, key: ChunkKey) -> int:
         """How often the chunk was requested, with the latest time."""
@@ -197,14 +203,12 @@ class AbsentChunks:
 
     def stored(self, keys: Sequence[ChunkKey], within: int) -> bool:
         """These are held now. Returns whether one was evicted among the latest evictions, so many of them."""
-        is_recent = False
-        for key in keys:
-            segment = self._segments.pop(key, None)
-            if segment is not None and self._evictions - segment.evicted_at < within:
-                is_recent = True
-            self._uses.pop(key, None)
-            self._uses_before.pop(key, None)
-        return is_recent
+        for known in (self._uses, self._uses_before):
+            deque(map(known.pop, keys, repeat(None)), maxlen=0)
+        if self._segments.keys().isdisjoint(keys):
+            return False
+        back = [segment for key in keys if (segment := self._segments.pop(key, None)) is not None]
+        return any(self._evictions - segment.evicted_at < within for segment in back)
 
 
 # The tree of prefixes: segments of chunks, each below the one that its prompts have in common.
@@ -237,11 +241,10 @@ class PrefixTree:
         """Remove a slot from the index; the segment that it was in still lists it."""
         return self._segment_of.pop(slot)
 
-    def assign(self, slots: Iterable[int], segment: Segment) -> None:
+    def assign(self, slots: Collection[int], segment: Segment) -> None:
         """Append these slots to the segment, in place of the segments that they were in."""
-        for slot in slots:
-            self._segment_of[slot] = segment
-            segment.slots[slot] = None
+        self._segment_of.update(dict.fromkeys(slots, segment))
+        segment.slots.update(dict.fromkeys(slots))
 
     def attach(self, segment: Segment, parent: Segment | None) -> None:
         segment.parent = parent

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kv_server.hints import (
     MAX_TTL_S,
+    RETAINED,
     DemoteHint,
     Hint,
     HintOutcome,
@@ -75,9 +76,8 @@ def _do(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape, hint: Hi
         case RetainHint(seconds=requested_s):
             seconds = min(requested_s, MAX_TTL_S)
             chunks = admin.retain(keys, seconds, shape=shape)
-            limits = "at most an hour, and a quarter of the pool or quota"
             enough = requested if requested_s == seconds else requested + 1
-            return _of(hint, chunks, enough, limits, ttl_seconds=seconds)
+            return _of(hint, chunks, enough, RETAINED, ttl_seconds=seconds)
         case DemoteHint():
             chunks = -(-admin.demote(keys) // shape.keys_per_chunk)
             return _of(hint, chunks, requested, "the pool holds no more of it")

@@ -299,8 +299,7 @@ class Holds:
                 continue
             share = self._shares.of(key.tenant)
             if id(share) not in room:
-                held = sum(count for tenant, count in self._held_of.items() if self._shares.of(tenant) is share)
-                room[id(share)] = share.slots // (4 if retain else 2) - held
+                room[id(share)] = self._room(key, retain)
             if room[id(share)] <= 0:
                 break
             room[id(share)] -= 1
@@ -310,6 +309,23 @@ class Holds:
             heappush(self._due, (until_s, next(self._numbers), slot))
             new.append(slot)
         return new
+
+    def retainable(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of these leading chunks, of one tenant, may be retained: those that are held, and as there is
+        room."""
+        room = self._room(keys[0], retain=True) if keys else 0
+        for place, key in enumerate(keys):
+            if self._index.find(key) not in self._held:
+                if room <= 0:
+                    return place
+                room -= 1
+        return len(keys)
+
+    def _room(self, key: ChunkKey, retain: bool) -> int:
+        """For how many more chunks of this one's share."""
+        share = self._shares.of(key.tenant)
+        held = sum(count for tenant, count in self._held_of.items() if self._shares.of(tenant) is share)
+        return share.slots // (4 if retain else 2) - held
 
     def until_s(self) -> dict[int, tuple[float, float]]:
         """By slot, until when each chunk is held, and until when it is retained."""

@@ -400,6 +400,11 @@ class LocalCache:
             self._host.check_open()
             self._host.shares.turn_ended(keys, self._index.resident(keys)[1])
 
+    def retainable(self, keys: Sequence[ChunkKey]) -> int:
+        with self._lock:
+            self._host.check_open()
+            return self.holds.retainable(keys)
+
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
         with self._lock:

@@ -4,15 +4,14 @@ only once they have read.
 Templates of models that call tools mark a call with tokens of their own, such as `</tool_call>`, `<|python_tag|>` or
 `<|call|>`. Those are among the tokens that a tokenizer has in addition to its vocabulary. A model that writes its calls
 as plain text has none: its answers tell nothing. Nor do those of an engine that has not seen a call yet, nor those that
-vLLM has follow a JSON schema, as it does where a client requires a call: that is JSON alone.
+follow a JSON schema, as engines have them do where a client requires a call: that is JSON alone.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from kv_core.log import limited_logger
-from vllm.v1.request import RequestStatus
 
 _log = limited_logger(__name__)
 _CALL: Final = re.compile(
@@ -34,28 +33,25 @@ class Turns:
         self._has_seen_calls = False
 
     @classmethod
-    def of(cls, model_config: Any) -> "Turns":
-        """For the model's tokenizer; if it cannot be read, no turn is known to have ended."""
+    def of(cls, tokenizer: Callable[[], Any]) -> "Turns":
+        """tokenizer: returns that of the model, or None. If it cannot be read, no turn is known to have ended."""
         try:
-            if model_config.skip_tokenizer_init:
-                return cls()
-            from vllm.tokenizers import cached_tokenizer_from_config
-
-            added = cached_tokenizer_from_config(model_config).get_added_vocab()
+            read = tokenizer()
+            added = {} if read is None else read.get_added_vocab()
             return cls(number for text, number in added.items() if marks_a_call(text))
         except Exception as error:  # noqa: BLE001  # a tokenizer may bring code of its own
             _log.warning("the tokenizer cannot be read, so calls of tools are not recognised: %s", error)
             return cls()
 
-    def has_ended(self, request: Any) -> bool:
-        """Whether this request, which has finished, ended its user's turn."""
+    def has_ended(self, answer: Iterable[int], *, has_stopped: bool, is_json: bool) -> bool:
+        """Whether a request ended its user's turn.
+
+        answer: its tokens. has_stopped: by itself, not for its length or because it was aborted.
+        is_json: it had to follow a JSON schema.
+        """
         if not self._call_tokens:
             return False
-        if not self._call_tokens.isdisjoint(request.output_token_ids):
+        if not self._call_tokens.isdisjoint(answer):
             self._has_seen_calls = True
             return False
-        sampling = request.sampling_params
-        structure = None if sampling is None else sampling.structured_outputs
-        if structure is not None and structure.json is not None:
-            return False
-        return self._has_seen_calls and request.status is RequestStatus.FINISHED_STOPPED
+        return self._has_seen_calls and has_stopped and not is_json
