@@ -198,7 +198,9 @@ def pages(view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) 
 
 
 @pytest.mark.parametrize(
-    "view", [lambda tensor: tensor, lambda tensor: tensor.flatten(1), lambda tensor: tensor[:, :1]], ids=str
+    "view",
+    [lambda tensor: tensor, lambda tensor: tensor.flatten(1), lambda tensor: tensor[:, :1]],
+    ids=["all", "flat", "beginning"],
 )
 def test_blocks_of_a_cache_without_an_update_are_stored_as_its_kernels_see_them(
     view: Callable[[torch.Tensor], torch.Tensor],
