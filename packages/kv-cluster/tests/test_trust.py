@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import redis
+from kv_cluster.members import Finder, Reach
+from kv_core.errors import ConfigError
 from kv_server.directory.entries import VERSION, Entry, encode
 from kv_server.directory.signatures import Signatures
 from kv_server.peers.authority import Authority
@@ -143,8 +145,6 @@ def test_without_signatures_or_encryption_the_token_is_sent_only_if_the_operator
     # To another host, in the clear. Nobody is there; what counts is that it is not tried.
     peers = {"type": "peers", "hosts": ["203.0.113.1:9500"], "unprotected": True}
     config = fleet.write_config("listed.json", {**fleet.settings(0), "tiers": [peers], "peers": {}})
-    from kv_cluster.members import Finder, Reach
-
     (member,) = Finder([peers], Reach("http", 9400, False)).listed()
     assert "unencrypted" in member.withheld
     (member,) = Finder([peers], Reach("https", 9443, False)).listed()
@@ -167,6 +167,39 @@ def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourSer
         assert status == 1
         assert (TOKEN.encode() in b"".join(proxy.received)) == is_right
         assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
+
+
+def test_a_list_of_the_others_leaves_its_own_server_out_of_nothing(fleet: FourServers) -> None:
+    """Else what all but one were cleared of would be read there again."""
+    keys = prompt("listed by the others", 2)
+    peers = {"type": "peers", "hosts": [fleet.name(number) for number in (1, 2, 3)], **fleet.tls[0]}
+    config = fleet.write_config("others.json", {**fleet.settings(0), "tiers": [peers]})
+    store(fleet.caches[0], keys)
+    assert len(fleet.run("clear", keys=keys, config=config)[1]["servers"]) == 4
+    assert fleet.held(keys) == [0, 0, 0, 0]
+
+
+def test_a_server_in_its_own_list_is_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(own: str, *hosts: str) -> list[str]:
+        peers = {"type": "peers", "hosts": hosts, "unprotected": True}
+        return [member.name for member in Finder([peers], Reach("http", 9400, False), own).listed()]
+
+    named = {"kv-a.internal": "10.0.0.1", "kv-b.internal": "10.0.0.2"}
+
+    def resolved(host: str, port: int, **_: Any) -> Any:
+        if host.endswith(".unknown"):
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (named.get(host, host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    both = ["kv-a.internal:95", "kv-b.internal:95"]
+    assert listed("10.0.0.1:95", *both) == listed("kv-a.internal:95", *both) == listed("", *both) == both
+    assert listed("10.0.0.1:95", both[1]) == ["10.0.0.1:95", both[1]]
+    assert listed("10.0.0.1:95", "kv-a.internal:96", "kv-c.unknown:95")[0] == "10.0.0.1:95"
+    assert listed("0.0.0.0:95", "127.0.0.1:95", both[1]) == ["127.0.0.1:95", both[1]]
+    with pytest.raises(ConfigError, match="names no address of this host with port 95"):
+        listed("0.0.0.0:95", "203.0.113.1:95", "127.0.0.1:96")
+    assert listed("127.0.0.1:0", both[1]) == [both[1]]  # the port is not known, so nobody's list has it
 
 
 def test_a_server_that_has_left_one_stream_is_still_in_the_other(fleet: FourServers) -> None:

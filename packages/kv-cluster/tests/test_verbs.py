@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from kv_cluster import client
-from kv_cluster.requests import REQUESTS
+from kv_cluster import client, verbs
+from kv_cluster.requests import MAX_TIMEOUT_S, REQUESTS
 from kv_core.keys import keys_in, tenant_tag
+from kv_server.http.thread import REQUEST_S
 from kv_testing.cache_servers import read, report_of, store
 from kv_testing.fleet import FourServers, Load, prompt
 from kv_testing.wait import until
@@ -205,6 +206,11 @@ def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None
     (fleet.home / "away").rename(fleet.token_file)
     document = httpx.get(f"{fleet.servers[0].url}openapi.json", timeout=30).json()
     assert {path.rpartition("/")[2] for path in document["paths"] if "/cluster/all/" in path} == set(REQUESTS)
+
+
+def test_a_verb_over_http_ends_before_the_server_gives_its_request_up() -> None:
+    """However many servers hang: each is asked before the verb and after it, and the verb of a drain has two more."""
+    assert MAX_TIMEOUT_S + 4 * (client.ANSWER_S + verbs._GRACE_S) < REQUEST_S
 
 
 @pytest.mark.slow

@@ -288,12 +288,16 @@ def test_a_server_of_another_host_is_a_small_pool_and_a_tier_that_stores_there()
         read_config(extra)
     with pytest.raises(ConfigError, match="leave one of them out"):
         load(extra, {"KV_SERVER_SOCKET": "/run/kv/kv.sock"})
+    extra["tenants"] = [{"name": "acme", "salt": "s", "quota_bytes": "2GiB"}]
+    with pytest.raises(ConfigError, match=r"the pool has 1073741824 .*; write smaller quota_bytes or a larger"):
+        load(extra, {})
+    assert load(extra, {"KV_HOST_CAPACITY_BYTES": "4GiB"})[0].tenants == extra["tenants"]
 
 
 @pytest.mark.parametrize(
     "url",
     ["kv-a:9500", "kv://kv-a:9500", "https://kv-a:9500", "kvs://kv-a", "kvs://kv-a:", "kvs://kv-a:9500/pool",
-     "kvs://fd00::1:9500", "kvs://kv-a:9500,kv-b:9500", "kvs://user:hush@kv-a:9500", "kvs://:9500"],
+     "kvs://fd00::1:9500", "kvs://kv-a:9500,kv-b:9500", "kvs://user:hush@kv-a:9500", "kvs://:9500", "kvs://kv-a:0"],
 )  # fmt: skip
 def test_a_url_that_is_none_of_a_server_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.url is .*; write kvs://HOST:PORT") as raised:

@@ -165,6 +165,7 @@ def _fleet(args: argparse.Namespace) -> "Fleet":
         args.settings.tiers,
         args.settings.http.listen,
         token,
+        peers_listen=args.settings.peers.listen,
         url=args.url or "",
         seed=args.seed or "",
         is_unprotected=args.unprotected,

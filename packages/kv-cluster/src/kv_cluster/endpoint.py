@@ -72,6 +72,7 @@ def carry_out(
             settings.tiers,
             settings.http.listen,
             read_token(token_file),
+            peers_listen=settings.peers.listen,
             url=options.url,
             is_unprotected=options.unprotected,
             timeout_s=body.timeout_s,

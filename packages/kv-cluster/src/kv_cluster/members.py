@@ -4,6 +4,7 @@ A server's HTTP is at the host of its address for peers. An entry of a directory
 so no writer to the directory can send us, and the token, elsewhere.
 """
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -74,8 +75,12 @@ class Reach:
 class Finder:
     """Finds the members: in a directory by the formats of their chunks, as each has a stream of its own there."""
 
-    def __init__(self, tiers: Iterable[Mapping[str, object]], reach: Reach) -> None:
-        """tiers: as in the settings. Raises `ConfigError`: none is of type peers, or one cannot be honoured."""
+    def __init__(self, tiers: Iterable[Mapping[str, object]], reach: Reach, listen: str = "") -> None:
+        """tiers: as in the settings of a server. listen: its `peers.listen`; empty: these are no server's.
+
+        Raises:
+            ConfigError: none is of type peers, or one cannot be honoured.
+        """
         peers = [tier for tier in tiers if tier.get("type") == "peers"]
         if not peers:
             raise ConfigError("these settings name no other servers: there is no tier of type peers")
@@ -84,6 +89,7 @@ class Finder:
         self._config = read_options(PeersTierConfig, own, "peers")
         check_protected(self._config, "peers")
         self._reach = reach
+        self._own = read_host_port(listen, "peers: listen") if listen else None
         self._read: set[str] = set()
         self._latest: dict[tuple[str, str], Entry] = {}  # by stream and address, as a server may leave one of them
         self.invalid = 0
@@ -98,9 +104,13 @@ class Finder:
         return self._config.tls_ca_file
 
     def listed(self) -> list[Member]:
-        """Those of the setting `hosts`, or found in the directory so far; of a host with several, none is reachable."""
+        """Those of the setting `hosts`, or found in the directory so far; of a host with several, none is reachable.
+
+        Raises:
+            ConfigError: `hosts` may leave out the server whose settings these are, and its address is not known.
+        """
         if self._config.directory is None:
-            addresses = {read_host_port(host, "peers: hosts") for host in self._config.hosts}
+            addresses = _with_own({read_host_port(host, "peers: hosts") for host in self._config.hosts}, self._own)
         else:
             addresses = {entry.host_port() for entry in self._latest.values()}
         is_signed = self._config.directory is None or bool(self._config.tls_ca_file)
@@ -164,6 +174,37 @@ class Finder:
             self._latest[place] = entry
         elif entry.leaves and known is not None and known.host == entry.host:  # else another has taken its address over
             del self._latest[place]
+
+
+def _with_own(listed: set[HostPort], own: HostPort | None) -> set[HostPort]:
+    """A server need not list itself, but is one of all. Raises `ConfigError`: as for `listed`."""
+    if own is None or not own.port or own in listed:
+        return listed
+    is_own = _is_local if own.is_unspecified else _addresses(own).__contains__
+    if any(is_own(address) for host in listed if host.port == own.port for address in _addresses(host)):
+        return listed
+    if own.is_unspecified:
+        raise ConfigError(
+            f"peers: hosts names no address of this host with port {own.port}, so verbs for all servers would leave "
+            "this one out: add it, which it skips itself"
+        )
+    return listed | {own}
+
+
+def _addresses(host: HostPort) -> set[str]:
+    try:
+        return {str(address[0]) for *_, address in socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+def _is_local(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _inside(written: bytes) -> bytes:

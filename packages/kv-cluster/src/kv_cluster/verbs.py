@@ -459,6 +459,7 @@ def open_fleet(
     listen: str,
     token: str,
     *,
+    peers_listen: str = "",
     url: str = "",
     seed: str = "",
     is_unprotected: bool = False,
@@ -466,7 +467,7 @@ def open_fleet(
 ) -> Fleet:
     """The servers that these settings lead to.
 
-    tiers, listen: of one of them (listen: `http.listen`; empty: it has none).
+    tiers, listen, peers_listen: of one of them (`http.listen` and `peers.listen`; empty: it has none).
     url: of every server's HTTP; empty: http, at the port of `listen`.
     seed: the URL of a server's HTTP that says which formats there are; empty: at `listen`.
     is_unprotected: as for `Reach`.
@@ -481,7 +482,7 @@ def open_fleet(
         scheme, port = "http", address.port
     else:
         raise ConfigError("these settings have no http.listen with a port: give url, http://{host}:PORT")
-    finder = Finder(tiers, Reach(scheme, port, is_unprotected))
+    finder = Finder(tiers, Reach(scheme, port, is_unprotected), peers_listen)
     if not seed and finder.has_directory:
         if address is None:
             raise ConfigError("these settings have no http.listen: give --seed http://HOST:PORT of a server's HTTP")

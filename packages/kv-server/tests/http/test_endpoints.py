@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -180,6 +181,14 @@ def test_those_that_block_delay_nobody_else(served: Served, monkeypatch: pytest.
     GO.set()
     until(lambda: served.get("/endpoints/mine/sum").status_code == 200)
     cache.close()
+
+
+def test_one_that_is_still_running_when_the_server_stops_is_answered(served: Served) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(httpx.get, f"{served.http.url}endpoints/mine/blocks", timeout=30)
+        until(lambda: any(one.name == "kv-endpoint" for one in threading.enumerate()))
+        served.http.stop()
+        assert "is stopping" in problem(asked.result(30), 503)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -181,7 +181,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
     return settings, in_force
 
 
-_URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[0-9]{1,5})/?")
+_URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[1-9][0-9]{0,4})/?")
 _SMALL_POOL_BYTES: Final = 1 << 30
 
 
@@ -189,7 +189,8 @@ def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Se
     """What `server.url` stands for: a small pool, unless its size is given, and a tier that stores at that server.
 
     Raises:
-        ConfigError: it is not such a URL, or a server of this host is named, too.
+        ConfigError: it is not such a URL, a server of this host is named, too, or the small pool has no room for the
+            tenants' quotas.
     """
     server, match = settings.server, _URL.fullmatch(settings.server.url)
     if server.socket:
@@ -202,6 +203,7 @@ def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Se
     tier = {"type": "peers", "name": "server", **there, **security}
     is_sized = any(entry.path == "host.capacity_bytes" and entry.origin != "default" for entry in in_force)
     host = settings.host if is_sized else msgspec.structs.replace(settings.host, capacity_bytes=_SMALL_POOL_BYTES)
+    read_tenants(settings.tenants, capacity_bytes=host.capacity_bytes)
     whole = msgspec.structs.replace(settings, host=host, tiers=[*settings.tiers, tier])
     now = [(entry, attrgetter(entry.path)(whole)) for entry in in_force]
     return whole, [entry if value == entry.value else Setting(entry.path, value, "server.url") for entry, value in now]

@@ -503,6 +503,10 @@ class Guard:
                 await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
                     scope, receive, send_with_headers
                 )
+        except asyncio.CancelledError:
+            if not started:
+                stopping = Problem(503, "the server is stopping; what this has begun may go on")
+                await problem_response(stopping)(scope, receive, send_with_headers)
         except Exception:  # noqa: BLE001  # whatever it is, it affects only this request
             _log.exception("a request for %s hit a bug", scope["path"])
 
