@@ -161,14 +161,18 @@ def own_answers(asked: Asked, alone: Sequence[Asked], chain: int) -> list[Answer
 
 
 def scramble(inner: Attached, group: int) -> None:
-    """Turn one group's chunks round, byte by byte. Twice is as if it had not been."""
-    assert inner.cache is not None
+    """Turn one group's chunks round. Twice is as if it had not been.
+
+    Opaque bytes one by one. Others in words of four, so that numbers stay numbers: a NaN would stay behind in blocks
+    where vLLM's kernels multiply by zero what they mask."""
+    assert inner.cache is not None and inner.facts is not None
     keys = [key for key in inner.cache.admin.resident_keys() if key.group == group]  # type: ignore[union-attr]
     assert keys
     lease = inner.cache.load(keys, "control")
     assert isinstance(lease, ReadLease)
+    unit = np.dtype(np.uint8 if inner.facts.formats[group] == "blocks" else np.uint32)
     for extent in lease.extents:
-        values = np.frombuffer(inner.cache.pool.view, dtype=np.uint8)[extent.offset : extent.offset + extent.nbytes]
+        values = np.frombuffer(inner.cache.pool.view, unit, extent.nbytes // unit.itemsize, extent.offset)
         values[:] = values[::-1].copy()
     inner.cache.release(lease)
 
