@@ -106,12 +106,14 @@ def test_chunks_come_back_nearly_as_they_were_and_meet_no_other_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "window"), [("Gemma 3", 256), ("gpt-oss", 128)])
+@pytest.mark.parametrize(("name", "window", "parts"), [("Gemma 3", 256, 1), ("gpt-oss", 128, 2)])
 def test_windows_and_full_attention_are_each_encoded_by_their_own_layers(
-    spelling_model: Callable[[str], str], name: str, window: int, tmp_path: Path, text: Path
+    spelling_model: Callable[[str], str], name: str, window: int, parts: int, tmp_path: Path, text: Path
 ) -> None:
     """Both models turn keys otherwise than the tiny Llama: Gemma those of its windows by another base, gpt-oss by
-    frequencies that YaRN has stretched."""
+    frequencies that YaRN has stretched. Of a window of half a chunk all layers fit where one of full attention does.
+
+    parts: of full attention, in a chunk."""
     model = spelling_model(name)
     fine = calibrated(model, text, tmp_path / "fine.kvtc", 0.01, "--dtype", "float32")
     coarse = calibrated(model, text, tmp_path / "coarse.kvtc", 4, "--dtype", "float32")
@@ -126,7 +128,7 @@ def test_windows_and_full_attention_are_each_encoded_by_their_own_layers(
     with started(model, cache=over(directory, fine)) as engine:
         (inner,) = engines().values()
         assert inner.facts is not None
-        assert [str(group.coverage) for group in inner.facts.groups] == [f"window:{window}", "all"]
+        assert [str(group.coverage) for group in inner.facts.groups] == [f"window:{window}", *["all"] * parts]
         engine.ask_in_turn(PROMPTS)
         expected = engine.ask_in_turn(PROMPTS)  # from the pool, which has what was computed
         assert engine.hits == BY_GROUPS_HITS
@@ -135,7 +137,7 @@ def test_windows_and_full_attention_are_each_encoded_by_their_own_layers(
         assert same(answers, expected) > 0.8  # a tiny model's answers change at a touch
         chunks, stored = loaded(engine)
         # Of full attention the chunks of [512, 512, 768, 768, 0, 512] tokens, each once; of the window its last one.
-        assert (chunks, stored) == (3 + 2 + 3, 14)
+        assert (chunks, stored) == ((3 + 2) * parts + 3, 7 * (parts + 1))
     with started(model, cache=over(directory, fine)) as restarted:
         answers = restarted.ask_in_turn(PROMPTS)
         assert restarted.hits == BY_GROUPS_HITS

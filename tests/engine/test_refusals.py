@@ -133,6 +133,23 @@ def test_latents_that_only_the_models_kernels_write_are_pages(
     assert [group.opaque.page_bytes for group in groups if isinstance(group, LayerGroup)] == [4 * 8 * 64]
 
 
+@pytest.mark.parametrize("alignment", [None, 512])
+def test_pages_that_are_rounded_up_reach_into_their_padding_alone(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, alignment: int | None
+) -> None:
+    """Two layers share each block, the second one's bytes behind the first one's: 260, rounded up to 288."""
+    monkeypatch.delattr(CPUAttentionBackendImpl, "do_kv_cache_update")
+    spec = MLAAttentionSpec(**LATENT | {"head_size": 65}, tokens_per_state=32, alignment=alignment)
+    blocks = torch.zeros(8, 2 * spec.page_size_bytes // 4)
+    caches = {name: blocks[:, at:][:, :65].view(8, 1, 1, 65) for name, at in (("a", 0), ("b", blocks.shape[1] // 2))}
+    groups = read(config, [KVCacheGroupSpec(["a", "b"], spec)], caches)
+    if isinstance(groups, Refusal):
+        assert alignment is None and "blocks of 260 bytes, which are not padded to a multiple of 32" in groups.reason
+        return
+    assert alignment == 512
+    assert [group.opaque.page_bytes for group in groups if isinstance(group, LayerGroup)] == [288]
+
+
 def test_a_backend_without_an_update_to_prove_with_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

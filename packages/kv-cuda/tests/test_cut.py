@@ -48,6 +48,14 @@ def test_where_it_costs_little_there_are_fewer_groups() -> None:
     assert parts == [[40], [40]] and slot_bytes == 40_000
 
 
+def test_windows_shorter_than_a_chunk_beside_full_attention_are_not_cut_to_pieces() -> None:
+    """gpt-oss 20b with chunks of 256, 512 and 1,024 tokens: windows of 128."""
+    for chunk, keys in ((2, 3), (4, 5), (8, 9)):
+        slot_bytes, parts = cuts([1000 * chunk, 1000], [12, 12])
+        assert sum(map(len, parts)) <= keys, (chunk, parts)
+        assert spent(slot_bytes, parts) <= 1.1 * 12_000 * (chunk + 1)
+
+
 def test_parts_of_a_group_are_as_equal_as_layers_allow() -> None:
     _, parts = cuts([7, 20], [11, 1])
     assert all(first - second in (0, 1) for of_group in parts for first, second in pairwise(of_group))

@@ -172,6 +172,8 @@ def test_a_hosts_former_entries_that_are_repeated_cost_misses_only(ending: ExitS
         for entry in (moved, before):
             valkey.ask("XADD", stream, "*", "e", files.signed(entry))
         assert select.select([stranger], [], [], 10.0)[0], "TLS begins there, and a stranger has no certificate"
+        with stranger.accept()[0] as connection:
+            assert connection.recv(1)
         assert tier.holds(lost) == [False] * 4
     until(lambda: tier.holds(keys) == [True] * 4)
     assert tier.holds(lost) == [False] * 4

@@ -28,8 +28,8 @@ from kv_cuda.states import StateGroup, prove_states
 
 _log = limited_logger(__name__)
 
-_WORTH: Final = Fraction(1, 32)
-"""Fraction of all slots' bytes that may be wasted to get fewer groups, each of which adds a key to every chunk."""
+_KEY: Final = Fraction(1, 128)
+"""Fraction of all slots' bytes that may be wasted for each group fewer, because each adds a key to every chunk."""
 MOST_GROUPS: Final = 64
 
 
@@ -196,8 +196,7 @@ def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[l
         choices.append((parts * slot_bytes, parts, slot_bytes))
     # With slots for whole groups, no group is cut: that many parts are always allowed.
     allowed = [choice for choice in choices if choice[1] <= max(MOST_GROUPS, len(layers))]
-    least = min(total_bytes for total_bytes, _, _ in allowed)
-    _, _, slot_bytes = min((choice[1], choice[0], choice[2]) for choice in allowed if choice[0] <= least * (1 + _WORTH))
+    _, _, slot_bytes = min(allowed, key=lambda choice: (choice[0] * (1 + choice[1] * _KEY), *choice))
     parts_of = [
         _even_sizes(count, _parts(nbytes, count, slot_bytes)) for nbytes, count in zip(layer_bytes, layers, strict=True)
     ]
