@@ -61,7 +61,7 @@ class Inspect:
         if isinstance(engine.cache, LocalCache):
             engine.cache.lower.drain(10)
             upgrades = engine.cache.lower.upgrades
-            until(lambda: upgrades.is_at_rest)
+            until(lambda: not any(upgrades._under_way) and not any(upgrades._wanted))
 
     def kv_know_weights(self) -> bool:
         """Wait until it is known which weights and adapters the engine has; whether it is."""

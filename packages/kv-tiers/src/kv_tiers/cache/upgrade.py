@@ -105,11 +105,6 @@ class Upgrades:
         """How many chunks in the pool are approximations of what a tier has."""
         return len(self.by_slot)
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Nothing is being upgraded or waiting to be."""
-        return not any(self._under_way) and not any(self._wanted)
-
     def keeps(self, tier: int, nbytes: int) -> bool:
         """Whether first parts of this many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
