@@ -1,5 +1,5 @@
 """Anthropic's marks, KV hints and calls of tools at real vLLM's server: what is marked outlives what fills the pool,
-what is not marked does not, and the policy of the pool is told which answers call no tool."""
+what is not marked does not, and the policy of the pool learns which answers call no tool."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_testing.spelling import TOOL_CALL
+from kv_testing.turns import assert_turns_end_without_calls
 from kv_testing.wait import until
 from test_api_server import api_server
 
@@ -102,8 +102,8 @@ def test_what_is_marked_is_found_after_others_have_filled_the_pool(url: str, end
     assert returns("for an hour", {"type": "ephemeral", "ttl": "1h"}) >= 128
 
 
-def test_the_policy_is_told_which_answers_call_no_tool_once_one_has(url: str) -> None:
-    def told() -> int:
+def test_the_policy_learns_which_answers_call_no_tool_once_one_has(url: str) -> None:
+    def ended() -> int:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
             found = re.findall(r"^vllm:kv_tiers_turns_ended_total\S* (\S+)$", answer.read().decode(), re.MULTILINE)
         return sum(int(float(count)) for count in found)
@@ -116,9 +116,4 @@ def test_the_policy_is_told_which_answers_call_no_tool_once_one_has(url: str) ->
         with urllib.request.urlopen(asked, timeout=120) as answered:
             assert json.load(answered)["choices"][0]["finish_reason"] == "stop"
 
-    answer("before any call", 7)
-    answer("a call", TOOL_CALL)
-    answer("another call", TOOL_CALL)
-    assert told() == 0
-    answer("words", 7)
-    until(lambda: told() == 1, 30)
+    assert_turns_end_without_calls(answer, ended)

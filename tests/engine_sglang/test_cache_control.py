@@ -15,9 +15,9 @@ import requests
 from engines import PAGE
 from kv_core.keys import tenant_tag
 from kv_testing.documents import TEMPLATE
-from kv_testing.spelling import TOOL_CALL, with_words
+from kv_testing.spelling import with_words
 from kv_testing.tiny import TinyLlama
-from kv_testing.wait import until
+from kv_testing.turns import assert_turns_end_without_calls
 from test_http import ON_A_CPU, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -110,8 +110,8 @@ def test_a_tenants_pages_stay_within_its_quota_while_others_fill_the_pool(server
     assert ask("of a tenant", cache_salt="b's") == (first, 0)
 
 
-def test_the_policy_is_told_which_answers_call_no_tool_once_one_has(server: Marked) -> None:
-    def told() -> int:
+def test_the_policy_learns_which_answers_call_no_tool_once_one_has(server: Marked) -> None:
+    def ended() -> int:
         text = requests.get(f"{server.base_url}/metrics", timeout=30).text
         counts = re.findall(r"^sglang:kv_tiers_turns_ended_total\S* (\S+)$", text, re.MULTILINE)
         return sum(int(float(count)) for count in counts)
@@ -119,9 +119,4 @@ def test_the_policy_is_told_which_answers_call_no_tool_once_one_has(server: Mark
     def answer(name: str, token: int) -> None:
         found(server, "chat/completions", name, logit_bias={token: 100}, max_tokens=2, stop_token_ids=[token])
 
-    answer("before any call", 7)
-    answer("a call", TOOL_CALL)
-    answer("another call", TOOL_CALL)
-    assert told() == 0
-    answer("words", 7)
-    until(lambda: told() == 1, 30)
+    assert_turns_end_without_calls(answer, ended)

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
@@ -124,13 +125,7 @@ def sturdy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Signatures, bytes]
 
 def test_servers_find_each_other_by_signed_entries_and_by_no_others(ending: ExitStack, authority: Authority) -> None:
     """A writer without a key names an address for a host that exists, one of its own, and says that the host left."""
-    valkey = running("signed directory")
-    directory = {"url": valkey.url, **QUICK}
-    server, tier, keys = listed(ending, authority, directory), reader(ending, authority, directory), key_chain(4)
-    cache = join_at(server.path)
-    ending.callback(cache.close)
-    store(cache, keys)
-    until(lambda: tier.holds(keys) == [True] * 4)
+    valkey, server, tier, cache, _keys = found(ending, authority)
     state = tier.directory_state()
     assert state is not None and state.hosts == 1
     (host,) = tier._directory._mirror._hosts.values()  # type: ignore[union-attr]
@@ -154,13 +149,7 @@ def test_servers_find_each_other_by_signed_entries_and_by_no_others(ending: Exit
 
 def test_a_hosts_former_entries_that_are_repeated_cost_misses_only(ending: ExitStack, authority: Authority) -> None:
     """Of a process that has ended: at its former address another one listens, at the same one its successor."""
-    valkey = running("signed directory")
-    directory = {"url": valkey.url, **QUICK}
-    server, tier, keys = listed(ending, authority, directory), reader(ending, authority, directory), key_chain(4)
-    cache = join_at(server.path)
-    ending.callback(cache.close)
-    store(cache, keys)
-    until(lambda: tier.holds(keys) == [True] * 4)
+    valkey, _server, tier, _cache, keys = found(ending, authority)
     mirror = tier._directory._mirror  # type: ignore[union-attr]
     (host,) = mirror._hosts.values()
     (stream,) = valkey.ask("KEYS", f"kv:directory:{CONTEXT.namespace}")
@@ -193,6 +182,18 @@ def test_a_server_whose_certificate_does_not_name_its_address_says_so(ending: Ex
         return one.directories["peers"].why
 
     until(lambda: "tls_cert_file must name the host of elsewhere:9500" in why())
+
+
+def found(ending: ExitStack, authority: Authority) -> tuple[Any, Any, PeersTier, Any, list[ChunkKey]]:
+    """A directory, a server in it, a reader, a client of the server, and what it has stored and the reader finds."""
+    valkey = running("signed directory")
+    directory = {"url": valkey.url, **QUICK}
+    server, tier, keys = listed(ending, authority, directory), reader(ending, authority, directory), key_chain(4)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    store(cache, keys)
+    until(lambda: tier.holds(keys) == [True] * 4)
+    return valkey, server, tier, cache, keys
 
 
 def listed(ending: ExitStack, authority: Authority, directory: dict[str, object]) -> Any:

@@ -4,10 +4,12 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from kv_core.errors import MisuseError
@@ -83,6 +85,27 @@ def serve(
     return server
 
 
+def pair(
+    ending: ExitStack,
+    tmp_path: Path,
+    *,
+    ports: tuple[int, int] | None = None,
+    first: Mapping[str, Any] = MappingProxyType({}),
+    second: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Path, Path, ServerProcess, RemoteCache]:
+    """Two servers that are each other's peers: their homes, the first one, and a client of the second.
+
+    first, second: as for `serve`.
+    """
+    one, two = tmp_path / "one", tmp_path / "two"
+    here, there = ports or (free_port(), free_port())
+    leaving = serve(ending, one, here, there, **first)
+    serve(ending, two, there, here, **second)
+    other = join_server(two)
+    ending.callback(other.close)
+    return one, two, leaving, other
+
+
 def begin(home: Path, *, timeout_s: float = 60.0, max_bytes: int | None = None) -> None:
     ask_server(home / "s", wire.Drain(True, timeout_s, max_bytes), timeout_s=10.0)
 
@@ -136,12 +159,7 @@ def filled_to_disk(ending: ExitStack, home: Path, prompts: Sequence[Sequence[Chu
 
 
 def test_what_a_host_had_is_read_at_its_peer_when_it_is_gone(ending: ExitStack, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    leaving = serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0], slots=64)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, _two, leaving, other = pair(ending, tmp_path, second={"slots": 64})
     filled(ending, one, PROMPTS)
     assert held(other, PROMPTS[0]) == 4
     assert drained(one) == DrainState("drained", chunks=24, elsewhere=4, moved=20, moved_bytes=20 * CHUNK_BYTES)
@@ -153,12 +171,7 @@ def test_what_a_host_had_is_read_at_its_peer_when_it_is_gone(ending: ExitStack, 
 
 def test_what_engines_with_different_algorithms_stored_is_moved_together(ending: ExitStack, tmp_path: Path) -> None:
     """Their keys differ in length, and one message has keys of one length."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0])
-    other = join_server(two)
-    ending.callback(other.close)
+    one, _two, _, other = pair(ending, tmp_path)
     short = [ChunkKey(key[: KEY_BYTES[0]]) for key in PROMPTS[1]]
     filled(ending, one, [PROMPTS[0], short])
     assert drained(one) == DrainState("drained", chunks=8, moved=8, moved_bytes=8 * CHUNK_BYTES)
@@ -166,13 +179,9 @@ def test_what_engines_with_different_algorithms_stored_is_moved_together(ending:
 
 
 def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: ExitStack, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0])
-    cache, other = join_server(one), join_server(two)
+    one, two, _, other = pair(ending, tmp_path)
+    cache = join_server(one)
     ending.callback(cache.close)
-    ending.callback(other.close)
     store(cache, PROMPTS[0])
     assert drained(one).moved == 4
     lease = cache.begin_store(PROMPTS[1], "w")
@@ -194,13 +203,10 @@ def test_servers_that_were_each_cleared_alone_take_nothing_of_one_cleared_earlie
     ending: ExitStack, tmp_path: Path
 ) -> None:
     """What it has may be older than their clear, which they cannot tell: the drain ends long before its time."""
-    one, two = tmp_path / "one", tmp_path / "two"
     ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0])
-    cache, other = join_server(one), join_server(two)
+    one, two, _, other = pair(ending, tmp_path, ports=ports)
+    cache = join_server(one)
     ending.callback(cache.close)
-    ending.callback(other.close)
     store(cache, PROMPTS[1])
     store(other, PROMPTS[1])
     for one_alone in (cache, other):
@@ -244,12 +250,7 @@ def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are
     ending: ExitStack, tmp_path: Path
 ) -> None:
     """A peer takes half of its pool; and what it uses itself stays there. Of a prompt its head is moved first."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0], slots=16)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, two, _, other = pair(ending, tmp_path, second={"slots": 16})
     own = [key_chain(4, branch=f"own {number}") for number in range(4)]
     for keys in own:
         store(other, keys)
@@ -267,12 +268,7 @@ def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are
 
 def test_a_peer_with_a_disk_takes_more_than_half_of_its_pool(ending: ExitStack, tmp_path: Path) -> None:
     """Through half of its pool onto its disk. What it uses itself stays in the pool."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    leaving = serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0], slots=8, disk=True)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, two, leaving, other = pair(ending, tmp_path, second={"slots": 8, "disk": True})
     own = key_chain(4, branch="own")
     store(other, own)
     filled(ending, one, PROMPTS)
@@ -287,12 +283,7 @@ def test_a_peer_with_a_disk_takes_more_than_half_of_its_pool(ending: ExitStack, 
 
 def test_a_peer_whose_disk_is_full_takes_half_of_its_pool(ending: ExitStack, tmp_path: Path) -> None:
     """Else what is on the disk would have to leave it. Its own chunk that is only there is still found."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0], slots=8, disk=True, disk_chunks=16)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, two, _, other = pair(ending, tmp_path, second={"slots": 8, "disk": True, "disk_chunks": 16})
     own = [key_chain(4, branch=f"own {number}") for number in range(5)]
     for number, keys in enumerate(own, 1):
         store(other, keys)
@@ -305,12 +296,10 @@ def test_a_peer_whose_disk_is_full_takes_half_of_its_pool(ending: ExitStack, tmp
 
 def test_what_only_its_disk_has_is_moved_after_the_pool(ending: ExitStack, tmp_path: Path) -> None:
     """The pool has room for two prompts, the disk has all six; after a restart the pool has none."""
-    one, two = tmp_path / "one", tmp_path / "two"
     ports = free_port(), free_port()
-    leaving = serve(ending, one, ports[0], ports[1], slots=8, disk=True)
-    serve(ending, two, ports[1], ports[0], slots=64)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, two, leaving, other = pair(
+        ending, tmp_path, ports=ports, first={"slots": 8, "disk": True}, second={"slots": 64}
+    )
     filled_to_disk(ending, one, PROMPTS)
     first = drained(one, max_bytes=8 * CHUNK_BYTES + 1)
     assert first.moved == 8 and in_pool(two) == 8
@@ -329,12 +318,7 @@ def test_what_only_its_disk_has_is_moved_after_the_pool(ending: ExitStack, tmp_p
 
 
 def test_a_chunk_that_the_disk_has_lost_is_refused_and_the_rest_moved(ending: ExitStack, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1], slots=4, disk=True)
-    serve(ending, two, ports[1], ports[0], slots=64)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, _two, _, other = pair(ending, tmp_path, first={"slots": 4, "disk": True}, second={"slots": 64})
     filled_to_disk(ending, one, PROMPTS[:3])
     spoil(one / "disk", PROMPTS[0][2])
     state = drained(one)
@@ -344,12 +328,7 @@ def test_a_chunk_that_the_disk_has_lost_is_refused_and_the_rest_moved(ending: Ex
 
 
 def test_a_peer_that_refuses_offers_is_left_alone(ending: ExitStack, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    ports = free_port(), free_port()
-    serve(ending, one, ports[0], ports[1])
-    serve(ending, two, ports[1], ports[0], take_offers=False)
-    other = join_server(two)
-    ending.callback(other.close)
+    one, two, _, other = pair(ending, tmp_path, second={"take_offers": False})
     filled(ending, one, PROMPTS[:1])
     assert drained(one).refused == 4
     assert in_pool(two) == 0

@@ -127,9 +127,9 @@ def _run(args: argparse.Namespace) -> int:
         raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
     file = args.server_config or os.environ.get("KV_CONFIG_FILE")
     args.settings, _ = resolve([Layer(f"file {file}", read_file(file))] if file else [], os.environ)
-    told = args.read(args)
+    parameters = args.read(args)
     try:
-        outcomes = REQUESTS[args.request](**told).do(_fleet(args))
+        outcomes = REQUESTS[args.request](**parameters).do(_fleet(args))
     except NotDone as why:
         say(
             json.dumps({"verb": args.verb, "done": False, "why": str(why), "servers": []})
@@ -176,7 +176,7 @@ def _fleet(args: argparse.Namespace) -> "Fleet":
     return fleet
 
 
-# What each verb's request is told.
+# The parameters of each verb's request.
 
 
 def _of_servers(args: argparse.Namespace) -> dict[str, Any]:

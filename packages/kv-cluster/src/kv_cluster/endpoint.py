@@ -1,6 +1,6 @@
 """The endpoint `cluster` of a server: every verb on all servers, which this one carries out as `kv cluster` does.
 
-It finds the others by its own settings and sends them its own token, so whoever may change it may change all.
+It finds the others by its own settings and sends them its own token, so a client that may change it may change all.
 """
 
 import threading

@@ -1,4 +1,8 @@
-"""The verbs as requests, of the command and over HTTP: what each is told, and what it makes the fleet do."""
+"""The verbs as requests, of the command and over HTTP: the parameters of each, and what it makes the fleet do.
+
+Each `do` returns what every server has done. It raises `InputError` if its parameters contradict each other, and
+`NotDone` if no server did anything.
+"""
 
 from typing import Annotated
 
@@ -14,7 +18,7 @@ from kv_cluster.members import Member
 from kv_cluster.verbs import Fleet, MemberOutcome, NamedPrefix
 
 MAX_TIMEOUT_S = 30.0
-"""Over HTTP, whose requests get no answer after a minute: asking the servers before and after takes the rest."""
+"""Over HTTP, whose requests get no answer after a minute: queries of the servers before and after take the rest."""
 
 PinName = Annotated[
     str, spelled_as(r"^[A-Za-z0-9._-]{1,64}$", "up to 64 letters, digits, dots, dashes and underscores")
@@ -22,23 +26,19 @@ PinName = Annotated[
 Tag = Annotated[str, spelled_as(rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$", "a tenant's tag")]
 
 
-class FleetRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """timeout_s: of the verb."""
 
     timeout_s: Annotated[float, Meta(ge=0.1, le=MAX_TIMEOUT_S)] = MAX_TIMEOUT_S
 
-    def do(self, fleet: Fleet) -> list[MemberOutcome]:
-        """What each server has done. Raises `InputError`: it cannot be meant. Raises `NotDone`: none did anything."""
-        raise NotImplementedError
 
-
-class OfServers(FleetRequest, frozen=True, kw_only=True):
+class OfServers(Timed, frozen=True, kw_only=True):
     """servers: only these, by their names or hosts as health shows them; empty: all."""
 
     servers: list[str] = []
 
 
-class OfPrefix(FleetRequest, frozen=True, kw_only=True):
+class OfPrefix(Timed, frozen=True, kw_only=True):
     """keys, chunk_tokens, coverages, shards: as for POST /prefixes/pin, of one tenant."""
 
     keys: Keys
@@ -144,7 +144,7 @@ class ClearChunks(OfServers, frozen=True, kw_only=True):
         return fleet.clear(_members(fleet, self.servers), self.tenant or "")
 
 
-class DrainServer(FleetRequest, frozen=True, kw_only=True):
+class DrainServer(Timed, frozen=True, kw_only=True):
     """Move what a server holds to others before it leaves; it goes on by itself. max_bytes: of each format. end: stop
     offering, and store as before."""
 
@@ -157,6 +157,17 @@ class DrainServer(FleetRequest, frozen=True, kw_only=True):
         return fleet.end_drain(member) if self.end else fleet.drain(member, max_bytes=self.max_bytes)
 
 
+FleetRequest = (
+    SayHealth
+    | FindPrefix
+    | PinPrefix
+    | UnpinPrefix
+    | ReplicatePrefix
+    | MovePrefix
+    | ClearChunks
+    | ClearPrefix
+    | DrainServer
+)
 REQUESTS: dict[str, type[FleetRequest]] = {
     "health": SayHealth,
     "where": FindPrefix,

@@ -24,8 +24,11 @@ class GroupShape:
     table: int = 0
 
     def stored_tokens(self, chunk_tokens: int) -> int:
-        """How many of a chunk's last tokens are stored."""
-        return stored_tokens(self.coverage, self.block_tokens, chunk_tokens)
+        """How many of a chunk's last tokens its payload holds, in whole blocks: of a window that is shorter than a
+        chunk no hit needs more."""
+        if self.coverage.kind != "window":
+            return chunk_tokens
+        return min(chunk_tokens, max(1, -(-(self.coverage.tokens - 1) // self.block_tokens)) * self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,6 @@ def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
             f"chunk_tokens={chunk_tokens} is not a multiple of the engine's block of {block_tokens} tokens; "
             f"write chunk_tokens: {nearest}"
         )
-
-
-def stored_tokens(coverage: Coverage, block_tokens: int, chunk_tokens: int) -> int:
-    """How many of a chunk's last tokens its payload holds, in whole blocks: of a window that is shorter than a chunk
-    no hit needs more."""
-    if coverage.kind != "window":
-        return chunk_tokens
-    return min(chunk_tokens, max(1, -(-(coverage.tokens - 1) // block_tokens)) * block_tokens)
 
 
 NO_BLOCK = 0

@@ -19,7 +19,7 @@ import torch
 from kv_core.coverage import Coverage
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
-from kv_core.shape import GroupShape, check_blocks, stored_tokens
+from kv_core.shape import GroupShape, check_blocks
 
 from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 from kv_cuda.choose import BoundCopier, make_copier
@@ -126,7 +126,8 @@ def bind_groups(
         if isinstance(group, StateGroup):
             proof = prove_states(group)
         else:
-            proof = prove(group, wanted, stored_tokens(group.coverage, table_tokens_of(group), chunk_tokens))
+            shape = GroupShape(table_tokens_of(group), group.coverage)
+            proof = prove(group, wanted, shape.stored_tokens(chunk_tokens))
         if isinstance(proof, Refusal):
             return Refusal(f"{_group_label(groups, group)}{proof.reason}")
         proofs.append(proof)

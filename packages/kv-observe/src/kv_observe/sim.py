@@ -115,7 +115,7 @@ def simulate(
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first.
 
-    turn_ends: of each request, whether the first tier's policy is told that it ended its user's turn; empty: of none.
+    turn_ends: of each request, whether the first tier's policy learns that it ended its user's turn; empty: of none.
     times_s: when each request arrived; empty: not known.
     progress: called after each request with the number done.
 

@@ -4,7 +4,7 @@ The cache identifies holders by session number and name, and leases belong to th
 can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
 learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
 cannot discard what it has read. A client that lost its connection may be in the middle of a copy, so these leases last
-until it reports otherwise or nobody maps the pool for it: see `Orphans`.
+until it reports otherwise or no process maps the pool for it: see `Orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
 lookups are refused, stores get no room and loads fail, which costs a miss.
@@ -96,7 +96,7 @@ class Session:
         on_lookup: OnLookup,
         ends_holds: bool,
     ) -> None:
-        """is_watched: it will be known when nobody can be copying for this client any more.
+        """is_watched: it will be known when no process can be copying for this client any more.
         is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
         on_lookup: called after each lookup.
         ends_holds: whether a chunk that it has read need not be held any more."""
@@ -363,7 +363,8 @@ def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
 
 
 SETTLE_S: Final = 10.0
-"""From when nobody maps the pool, if the process has not ended or its end is not known: for its devices to be reset."""
+"""From when no process maps the pool, if the client has not ended or its end is not known: time for its devices to be
+reset."""
 _FIRST_LOOK_S: Final = 0.02
 _MAX_LOOK_S: Final = 1.0
 
@@ -473,7 +474,7 @@ class Orphans:
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
     def expire(self) -> None:
-        """End those of whom nobody can be copying any more."""
+        """End those for whom no process can be copying any more."""
         at_s = time.monotonic()
         for orphan in self.all():
             if orphan.look_s <= at_s:

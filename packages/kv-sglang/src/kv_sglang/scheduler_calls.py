@@ -56,7 +56,7 @@ _UNKNOWN_MATCH: Final = (
     "own prompt"
 )
 _TURNS: "WeakSet[TurnEnds]" = WeakSet()
-_UNKNOWN_TURNS: Final = "the policy is not told which answers call no tool"
+_UNKNOWN_TURNS: Final = "the policy does not learn which answers call no tool"
 _MATCHED: "WeakKeyDictionary[Any, Matched]" = WeakKeyDictionary()
 
 
@@ -385,11 +385,11 @@ def follow_requests(pages: RequestPages) -> None:
 
 
 class TurnEnds:
-    """Tells which of one engine's requests ended their user's turn, on the scheduler's thread."""
+    """Reports which of one engine's requests ended their user's turn, on the scheduler's thread."""
 
-    def __init__(self, told: Sequence[Callable[[Sequence[str]], object]], figures: Figures) -> None:
-        """told: called with the hashes of such a request's pages."""
-        self._told = told
+    def __init__(self, listeners: Sequence[Callable[[Sequence[str]], object]], figures: Figures) -> None:
+        """listeners: called with the hashes of such a request's pages."""
+        self._listeners = listeners
         self._figures = figures
         self._turns: Turns | None = None  # until a request has brought the tokenizer
 
@@ -405,8 +405,8 @@ class TurnEnds:
             tokens = array("q", [*req.origin_input_ids, *req.output_ids])
             self._figures.add("turns_ended", 1)
             pages = page_hashes(tokens, tree, req.extra_key, req.cache_salt)
-            for told in self._told:
-                told(pages)
+            for listener in self._listeners:
+                listener(pages)
 
 
 def follow_turns(turns: TurnEnds) -> None:

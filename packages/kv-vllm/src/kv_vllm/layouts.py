@@ -279,7 +279,7 @@ def _read_pages(
     if len(views) < len(layers):
         return needed.refused("has a layer that does not show its cache")
     stride, size = (number * tensors[0].element_size() for number in (tensors[0].stride(0), tensors[0][0].numel()))
-    token = -(-size // block_tokens)  # rounded up into the block's padding, which serves nobody
+    token = -(-size // block_tokens)  # rounded up into the block's padding, which nothing reads
     if token * needed.spec.block_size > needed.spec.page_size_bytes:  # another layer's bytes may be next
         return needed.refused(f"has blocks of {size} bytes, which are not padded to a multiple of {block_tokens}")
     opaque = latent(

@@ -99,7 +99,7 @@ class Judge:
         self._arc = ArcPolicy(small)
         policies: dict[Rule, EvictionPolicy] = {Rule.LRU: LruPolicy(), Rule.ARC: self._arc}
         # Of equals the first leads: refusing stores less, and a loop, of which both have learnt the same, loses what is
-        # kept under WORTH.
+        # resident under WORTH.
         for rule in (Rule.REFUSE, Rule.WORTH):
             by_segments = policies[rule] = SegmentsPolicy(small, returns)
             by_segments.order.rule = rule
@@ -121,12 +121,12 @@ class Judge:
         for rule, cache in self._caches.items():
             held = cache.request(keys, now, growth, has_end=has_end)
             saved[rule] = held + _DEPTH_COST * sum(places[:held])
-        kept = 0.5 ** ((now - self._scored_at) / self._half_life)
+        decay = 0.5 ** ((now - self._scored_at) / self._half_life)
         self._scored_at = now
         spread = max(saved.values()) - min(saved.values())
-        self._noise = self._noise * kept + spread * spread
+        self._noise = self._noise * decay + spread * spread
         for rule, seconds in saved.items():
-            self._scores[rule] = self._scores[rule] * kept + seconds
+            self._scores[rule] = self._scores[rule] * decay + seconds
         allowed = [rule for rule in self._scores if self.may_refuse or rule is not Rule.REFUSE]
         best = max(allowed, key=self._scores.__getitem__)
         lead = self._scores[best] - self._scores[self.leader]

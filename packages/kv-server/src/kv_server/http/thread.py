@@ -503,7 +503,7 @@ class Guard:
                 await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
                     scope, receive, send_with_headers
                 )
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # ends here: uvicorn would log it as a bug, and answer with its own 500
             if not started:
                 stopping = Problem(503, "the server is stopping; what this has begun may go on")
                 await problem_response(stopping)(scope, receive, send_with_headers)
