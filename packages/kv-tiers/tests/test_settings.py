@@ -27,7 +27,7 @@ from kv_tiers.tiers.disk import DiskConfig
 
 
 class Named(msgspec.Struct):
-    name: Annotated[str, spelled_as("^[a-z]+$", "a plain word")]
+    name: Annotated[str, spelled_as("[a-z]+", "a plain word")]
 
 
 def nested(depth: int) -> list[object]:
@@ -653,7 +653,8 @@ def test_commands_that_ask_a_server_find_it_by_its_settings(tmp_path: Path, caps
         assert "llama" in capsys.readouterr().out
 
 
-def test_errors_have_no_regular_expressions() -> None:
+@pytest.mark.parametrize("name", ["a b", "ab\n", "\nab"], ids=["space", "newline behind", "newline before"])
+def test_errors_have_no_regular_expressions(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        read_options(Named, {"name": "a b"}, "here")
+        read_options(Named, {"name": name}, "here")
     assert "that is a plain word" in str(refused.value) and "regex" not in str(refused.value)

@@ -66,7 +66,7 @@ class AllCleared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tenant: its tag, hex. ago_s: since when they have been, at the earliest.
     """
 
-    tenant: Annotated[str, spelled_as(rf"^([0-9a-f]{{{2 * TENANT_BYTES}}})?$", "a tag, or nothing")] = ""
+    tenant: Annotated[str, spelled_as(rf"([0-9a-f]{{{2 * TENANT_BYTES}}})?", "a tag, or nothing")] = ""
     keys: Annotated[list[Key], Meta(max_length=MAX_KEYS)] = []
     ago_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 

@@ -41,7 +41,7 @@ tens of microseconds, in which the engine's scheduler waits."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 TagName = Annotated[
-    str, spelled_as(r"^[A-Za-z0-9._-]{1,64}\Z", "a name of up to 64 letters, digits, dots, dashes and underscores")
+    str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "a name of up to 64 letters, digits, dots, dashes and underscores")
 ]
 TagValue = Annotated[str, msgspec.Meta(max_length=1024)]
 _ROOTS: Final = ChainScheme()

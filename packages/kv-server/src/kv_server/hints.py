@@ -24,9 +24,9 @@ _VERSIONS: Final = ("0.1", "1.0")
 _VERSION: Final = "1.0"
 """Of every action."""
 
-Id = Annotated[str, spelled_as(r"^[ -~]{0,128}\Z", "up to 128 printable ASCII characters")]
+Id = Annotated[str, spelled_as(r"[ -~]{0,128}", "up to 128 printable ASCII characters")]
 Seconds = Annotated[float, Meta(ge=0)]
-Kind = Annotated[str, spelled_as(r"^[!-~]{1,64}\Z", "1 to 64 printable ASCII characters")]
+Kind = Annotated[str, spelled_as(r"[!-~]{1,64}", "1 to 64 printable ASCII characters")]
 
 
 class HintOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,7 +117,7 @@ class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     KIND: ClassVar = "kv.pin"
-    name: Annotated[str, spelled_as(r"^[A-Za-z0-9._-]{1,64}\Z", "a name of up to 64 letters, digits, dots and dashes")]
+    name: Annotated[str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "a name of up to 64 letters, digits, dots and dashes")]
 
 
 class UnpinHint(PinHint, frozen=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ _UNITS: Final[Mapping[str, int]] = {
 }
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?(?:[eE]\+?([0-9]{1,2}))?\s*([A-Za-z]*)")
 BYTES_PATTERN: Final = (
-    rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,18}})?([eE]\+?[0-9]{{1,2}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
+    rf"\s*[0-9]{{1,18}}(\.[0-9]{{1,18}})?([eE]\+?[0-9]{{1,2}})?\s*({'|'.join(filter(None, _UNITS))})?\s*"
 )
 """Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
 _IN_WORDS: dict[str, str] = {}
@@ -30,9 +30,10 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def spelled_as(pattern: str, words: str, **about: Any) -> msgspec.Meta:
-    """A constraint on text. words: what matches, for errors (`in_words`). about: as in `msgspec.Meta`."""
-    _IN_WORDS[pattern] = words
-    return msgspec.Meta(pattern=pattern, **about)
+    """A constraint on text, all of it. words: what matches, for errors (`in_words`). about: as in `msgspec.Meta`."""
+    whole = rf"^(?:{pattern})$(?!\n)"  # `$` also matches before a newline at the end, and schemas know no `\Z`
+    _IN_WORDS[whole] = words
+    return msgspec.Meta(pattern=whole, **about)
 
 
 def in_words(error: Exception) -> str:

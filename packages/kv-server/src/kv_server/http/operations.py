@@ -301,7 +301,7 @@ MAX_DIGESTS: Final = 1 << 15
 Digest = Annotated[
     str,
     spelled_as(
-        r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", "a digest as kv keys prints it", description="As `kv keys` prints it."
+        r"(?:[0-9a-f]{32}|[0-9a-f]{64})", "a digest as kv keys prints it", description="As `kv keys` prints it."
     ),
 ]
 
@@ -316,7 +316,7 @@ class RouteRequest(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_o
     digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_DIGESTS)]
     tokens: Annotated[int, Meta(gt=0, lt=1 << 32)] | UnsetType = UNSET
     tenant: Annotated[
-        str, spelled_as(rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$", f"a tag of {2 * TENANT_BYTES} lower-case hex digits")
+        str, spelled_as(rf"[0-9a-f]{{{2 * TENANT_BYTES}}}", f"a tag of {2 * TENANT_BYTES} lower-case hex digits")
     ] = "0" * 2 * TENANT_BYTES
 
 

@@ -23,8 +23,8 @@ from kv_server.http.operation import Operation, Problem
 from kv_server.http.relay import FormatSelector, Outcome, PrefixJob, Relay, select_cache, select_caches
 
 MAX_KEYS: Final = 1 << 15
-_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-_HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_BYTES)})$"
+_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_HEX: Final = rf"{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_BYTES)})"
 
 Name = Annotated[
     str, spelled_as(_NAME, "a name of letters, digits, dots, dashes and underscores", min_length=1, max_length=100)
@@ -32,7 +32,7 @@ Name = Annotated[
 Key = Annotated[str, spelled_as(_HEX, "a key as kv keys prints it", description="As `kv keys` prints it.")]
 CoverageText = Annotated[
     str,
-    spelled_as(r"^(all|state|(window|local):[1-9][0-9]{0,9})$", "all, state, window:TOKENS or local:TOKENS"),
+    spelled_as(r"(all|state|(window|local):[1-9][0-9]{0,9})", "all, state, window:TOKENS or local:TOKENS"),
 ]
 Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
 
@@ -180,8 +180,7 @@ def keys_of(texts: Sequence[str]) -> list[ChunkKey]:
 
 
 def _plain(name: str) -> str:
-    # In a pattern, $ also matches before a newline at the end.
-    if not re.fullmatch(_NAME[1:-1], name):
+    if not re.fullmatch(_NAME, name):
         raise InputError(f"{name!r} is not a plain name: letters, digits and . _ -, the first a letter or digit")
     return name
 
@@ -199,7 +198,7 @@ def _files(archive_directory: str) -> list[str]:
         found = [path for path in Path(archive_directory).iterdir() if path.is_file()] if archive_directory else []
     except OSError:
         return []
-    return sorted(path.name for path in found if re.fullmatch(_NAME[1:-1], path.name))
+    return sorted(path.name for path in found if re.fullmatch(_NAME, path.name))
 
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float, shape: ChunkShape) -> Outcome:
