@@ -25,8 +25,9 @@ FOUR_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-resta
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-# Of Hypothesis's tests. `test-slow` runs them again with all of theirs.
-FEWER_EXAMPLES := KV_EXAMPLES=0.4
+# Of Hypothesis's tests: each run draws others, and `test-slow` runs them again with the rest of theirs.
+FEWER_EXAMPLES := KV_EXAMPLES=0.25
+REMAINING_EXAMPLES := KV_EXAMPLES=0.75
 SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server cluster connect cuda vllm sglang blend) tests/support
 
 help: ## print this
@@ -81,14 +82,14 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
 	@scripts/setup.sh site
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "(slow or hypothesis) and not gpu"
+	$(ONE_THREAD) $(REMAINING_EXAMPLES) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "(slow or hypothesis) and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "(slow or hypothesis) and not long and not gpu"
+	$(ONE_THREAD) $(REMAINING_EXAMPLES) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "(slow or hypothesis) and not long and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
 
 test-long: ## what of both engines CI has no time for: most of the tables of models, shapes of ranks, acceptance of guesses

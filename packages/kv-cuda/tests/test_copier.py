@@ -55,6 +55,11 @@ class Maker:
         only = ((0, self.copy_path),)
         return GpuCopier(layout, tensors, described, copy_paths=CopyPaths(load=only, store=only))
 
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether each copy takes a hundred times as long as another one's."""
+        return self.copy_path is not None and self.device == "cpu"
+
     def cannot(self, layout: PagedLayout, kind: str) -> bool:
         in_order = all(part.dim == 1 and not part.is_tiled for part in layout.parts)
         return self.copy_path is not None and kind == "canonical" and not in_order
@@ -164,7 +169,7 @@ def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
         with pytest.raises(InputError, match="do not lie side by side"):
             maker.take(layout, cache.make(maker.device), format_of(layout, kind))
         return
-    for seed in range(6):
+    for seed in range(2 if maker.is_interpreted else 6):
         plan = random_plan(layout, kind, random.Random(seed))
         fast_side, slow_side = cache.make(maker.device), cache.make()
         fill(fast_side, seed)

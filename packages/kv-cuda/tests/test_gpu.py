@@ -531,6 +531,7 @@ print(json.dumps({"at the start": str(len(at_start)), "later": str(len(later)), 
 """
 
 
+@pytest.mark.slow
 def test_no_call_compiles_a_kernel_that_was_not_compiled_at_the_start(
     compile_kernels: Callable[..., dict[str, str]],
 ) -> None:

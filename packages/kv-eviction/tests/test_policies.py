@@ -497,8 +497,9 @@ def serve(trace: Trace, share: float, policy: str, *, prompts: int | None = None
 
 @pytest.mark.parametrize(
     ("name", "share", "at_least"),
-    [("synthetic", 0.05, 1.05), pytest.param("agents", 0.01, 1.15, marks=pytest.mark.slow)],
+    [("synthetic", 0.05, 1.05), ("agents", 0.01, 1.15)],
 )
+@pytest.mark.slow
 def test_prefix_saves_more_prefill_than_lru_and_arc_on_public_traces(
     traces: dict[str, Trace], name: str, share: float, at_least: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from kv_core.keys import ChunkKey
 from kv_observe import lives as lives_module
 from kv_observe.lives import Lives
@@ -37,7 +38,8 @@ def test_what_was_forgotten_or_never_seen_has_no_life() -> None:
     assert means(lives) == {}
 
 
-def test_memory_is_bounded_and_the_sample_is_even() -> None:
+def test_memory_is_bounded_and_the_sample_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives_module, "_MAX_RECORDS", lives_module._MAX_RECORDS // 8)
     chance = random.Random(7)
     lives = Lives()
     for number in range(3 * lives_module.SAMPLED * lives_module._MAX_RECORDS // 1024):

@@ -135,9 +135,13 @@ def left_in(engine: Engine) -> list[str]:
     "end",
     [
         pytest.param(to_group(signal.SIGTERM), id="SIGTERM to the group"),
-        pytest.param(to_tree(signal.SIGTERM), id="SIGTERM to the tree"),
-        pytest.param(to_group(signal.SIGTERM, signal.SIGKILL), id="SIGTERM and SIGKILL to the group"),
-        pytest.param(to_tree(signal.SIGTERM, signal.SIGKILL), id="SIGTERM and SIGKILL to the tree"),
+        pytest.param(to_tree(signal.SIGTERM), id="SIGTERM to the tree", marks=pytest.mark.slow),
+        pytest.param(
+            to_group(signal.SIGTERM, signal.SIGKILL), id="SIGTERM and SIGKILL to the group", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            to_tree(signal.SIGTERM, signal.SIGKILL), id="SIGTERM and SIGKILL to the tree", marks=pytest.mark.slow
+        ),
         pytest.param(to_group(signal.SIGINT), id="Ctrl-C"),
         pytest.param(to_engine(signal.SIGKILL), id="SIGKILL to the engine"),
     ],

@@ -193,8 +193,7 @@ def command(
 @pytest.mark.parametrize(
     "numbers",
     [
-        [signal.SIGTERM],
-        [signal.SIGINT],
+        pytest.param([signal.SIGINT], marks=pytest.mark.slow),
         [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM],
     ],
 )

@@ -78,9 +78,9 @@ def test_a_node_without_its_workers_has_no_scheduler(engine_id: str, ending: Exi
     ("facts", "chunks"),
     [
         (replace(FACTS, chunk_tokens=128), CHUNKS),
-        (replace(FACTS, kv_dtype="bfloat16"), CHUNKS),
+        pytest.param(replace(FACTS, kv_dtype="bfloat16"), CHUNKS, marks=pytest.mark.slow),
         (FACTS, Format((4096,), "another layout")),
-        (FACTS, Format((2048,), "f")),
+        pytest.param(FACTS, Format((2048,), "f"), marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_would_take_other_bytes_for_the_plans_is_off(
