@@ -43,6 +43,7 @@ def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_resta
     )
 
 
+@pytest.mark.slow
 def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
     tiny_llama: str, exact: dict[Prompt, Answer]
 ) -> None:

@@ -186,7 +186,13 @@ def make_guessing(request: pytest.FixtureRequest, tiny_llama: str, linear_model:
         finish(oracle)
 
 
-@pytest.mark.parametrize("kinds", WITH_GUESSES, ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(kinds, id=" ".join(kinds), marks=() if "window:100" in kinds else pytest.mark.slow)
+        for kinds in WITH_GUESSES
+    ],
+)
 def test_with_guesses_what_one_request_stored_another_loads(make_guessing: Make, kinds: tuple[str, ...]) -> None:
     """Right ones and wrong ones, over blocks' ends, while decoded tokens are kept: their states only where vLLM offers
     them once they are settled."""

@@ -130,6 +130,7 @@ def warm(engine: Engine, expected: list[Answer]) -> None:
     assert engine.hits == WARM
 
 
+@pytest.mark.slow
 def test_one_weight_changed_in_place_between_the_old_samples_is_another_model(
     model: Path, tmp_path: Path, of_model: list[Answer]
 ) -> None:

@@ -98,7 +98,7 @@ def test_what_is_stored_is_announced_in_vllms_blocks(make: Callable[..., tuple[O
     assert router.blocks == {}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_the_routers_copy_equals_the_pool_whatever_happens(
     seed: int, make: Callable[..., tuple[Oracle, Router]]
 ) -> None:

@@ -157,7 +157,7 @@ def test_requests_that_are_preempted_load_anew(tiny_llama: str, asynchronous: bo
 
 
 @SCHEDULERS
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_anything_that_can_happen_in_any_order(tiny_llama: str, asynchronous: bool, seed: int) -> None:
     """Requests come, are aborted and preempted; stores take long and fail; caches are reset and chunks forgotten."""
     with slow_device(layerwise=True) as device:

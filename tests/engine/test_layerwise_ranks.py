@@ -146,7 +146,7 @@ def test_the_oracle_sees_what_a_rank_copies_late_or_from_elsewhere(
 
 
 @SCHEDULERS
-@pytest.mark.parametrize("who", ["nobody", "one", "all"])
+@pytest.mark.parametrize("who", ["one", *(pytest.param(who, marks=pytest.mark.slow) for who in ("nobody", "all"))])
 def test_a_server_that_dies_between_promise_and_copy_takes_no_bytes_along(
     tiny_llama: str, tmp_path: Path, asynchronous: bool, who: str
 ) -> None:
@@ -436,6 +436,7 @@ def test_one_order_in_which_everything_happens(tiny_llama: str, tmp_path: Path, 
         assert ranks.oracle.layerwise > 2 and ranks.oracle.cache.generation == 2
 
 
+@pytest.mark.slow
 def test_a_pool_is_let_go_once_nothing_is_stored_there_any_more(tiny_llama: str, tmp_path: Path) -> None:
     """An order in which a server was killed while ranks' stores were on their way to its pool."""
     options = {"asynchronous": True, "blocks": 28, "batch_tokens": 64, "stores_in_flight_bytes": 100_000}

@@ -3,6 +3,7 @@ proxy would end the engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-QUICK = [("middle", "sync"), ("first", "late"), ("last", "async")]
+QUICK = [("middle", "sync", False), ("first", "late", True), ("last", "async", False)]
 """The failures of others that the fast tests look at."""
 PROMPT = [3 + (7 * i) % 40 for i in range(240)]
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -134,13 +135,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class TestLoadsOfOthersThatFail:
-    @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
     @pytest.mark.parametrize(
-        ("fails", "way"),
+        ("fails", "way", "at_once"),
         [
-            pytest.param(fails, way, marks=() if (fails, way) in QUICK else pytest.mark.slow)
-            for fails in ("", "first", "middle", "last")
-            for way in WAYS
+            pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+            for case in product(("", "first", "middle", "last"), WAYS, (False, True))
         ],
     )
     def test_nothing_wrong_is_stored_and_what_is_computed_instead_is(
@@ -168,6 +167,7 @@ class TestLoadsOfOthersThatFail:
         assert asked_of_us_alone(engine) != reference
 
 
+@pytest.mark.slow
 def test_right_from_disk_after_a_restart_and_when_requests_are_preempted(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:

@@ -274,7 +274,7 @@ def test_opaque_blocks(make: Make) -> None:
     assert oracle.engine.facts is not None and oracle.engine.facts.formats == ("blocks",)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_anything_that_can_happen_in_any_order(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come, grow, are aborted and preempted, loads fail, chunks are forgotten: every token stays right."""
     chance = random.Random(seed)

@@ -79,7 +79,7 @@ def check_against_document(schema: BaseSchema, token: str, mode: GenerationMode,
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_every_answer_is_as_the_document_says(described: Served, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", make_asgi(described))
-    assert check_against_document(schema, TOKEN, mode, 8) >= 6
+    assert check_against_document(schema, TOKEN, mode, 4) >= 6
 
 
 @pytest.mark.slow
