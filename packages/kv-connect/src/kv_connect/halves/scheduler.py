@@ -444,7 +444,7 @@ class SchedulerHalf:
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
         leaving = () if self.lazy is None else self.lazy.take()
-        plan = StepPlan(tuple(self._loads), tuple(stores), leaving, tuple(self._refused), space_id, trial=trial)
+        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, 0, trial, leaving)
         for store in stores:
             tracked = self._tracked[store.request_id]
             tracked.first_trial = min(tracked.first_trial, trial)

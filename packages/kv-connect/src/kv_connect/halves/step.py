@@ -104,9 +104,6 @@ class StoreStep:
 class StepPlan:
     """One step's work for every worker: loads, and stores after the forward pass.
 
-    leaving: stores of chunks from blocks that this step overwrites, so that they come before its forward pass and its
-        loads (`kv_connect.halves.lazy_stores`). The tables have only the blocks of these chunks.
-
     refused: requests whose allocation was inconsistent; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
         new weights in a running engine change the key space from one step to the next.
@@ -115,15 +112,17 @@ class StepPlan:
         0: no blocks are held.
     trial: if not 0, the stores are committed only once the scheduler reports that the trial of this number was passed:
         that other connectors or ranks did fill the blocks with which the step computes (`kv_vllm.trials`).
+    leaving: stores of chunks in blocks that this step overwrites, to be gathered before its loads and its forward pass
+        (`kv_connect.halves.lazy_stores`). The tables have only the blocks of these chunks.
     """
 
     loads: tuple[LoadStep, ...] = ()
     stores: tuple[StoreStep, ...] = ()
-    leaving: tuple[StoreStep, ...] = ()
     refused: tuple[str, ...] = ()
     space_id: Annotated[bytes, msgspec.Meta(min_length=SPACE_ID_BYTES, max_length=SPACE_ID_BYTES)] = NO_SPACE
     number: Count = 0
     trial: Count = 0
+    leaving: tuple[StoreStep, ...] = ()
 
     def to_plain(self) -> Plain:
         return {"version": STEP_VERSION} | msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=list)
