@@ -86,6 +86,7 @@ class SlowDevice:
         self.queue = LockedQueue(submitted=self._submitted, before=self._before, after=self._after)
         self.stores = self.late = 0
         self._pool: Any = None
+        self._holds = True
         self._given: dict[int, int] = {}  # how often vLLM has given each block to a request
         self._sizes: dict[int, int] = {}
         self._wanted: dict[QueuedCopy, list[tuple[int, int]]] = {}
@@ -101,9 +102,9 @@ class SlowDevice:
         self._sizes |= {id(each): layout.block_tokens for each in (copier, *layers)}
         return QueuedCopier(copier, self.queue, layers)
 
-    def watch(self, pool: Any, cache: Any) -> None:
-        """vLLM's block pool, and our cache."""
-        self._pool = pool
+    def watch(self, pool: Any, cache: Any, *, holds: bool = True) -> None:
+        """vLLM's block pool, and our cache. holds: blocks that are read must have an owner."""
+        self._pool, self._holds = pool, holds
         give, reserve, commit = pool.get_new_blocks, cache.begin_store, cache.commit
 
         def get_new_blocks(count: int) -> Any:
@@ -157,7 +158,9 @@ class SlowDevice:
         self.stores += 1
         for block, given in self._wanted.pop(copy, ()) if self._pool is not None else ():
             owners = self._pool.blocks[block].ref_cnt
-            if not owners or self._given.get(block, 0) != given:  # right only in a store that has failed
+            if (self._holds and not owners) or self._given.get(
+                block, 0
+            ) != given:  # right only in a store that has failed
                 why = f"block {block} is read after it was given away"
                 self._too_late |= dict.fromkeys((part.extent for part in copy.plan.copies), why)
             self.late += owners == 1

@@ -51,15 +51,17 @@ digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
 tags = st.binary(min_size=7, max_size=7)
 tables = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4).map(packed), max_size=2).map(tuple)
 names = st.none() | st.lists(st.text(), max_size=2).map(tuple)
+stores = st.lists(st.builds(StoreStep, st.text(), digests, tags, tables, tiers=names), max_size=3).map(tuple)
 plans = st.builds(
     StepPlan,
     st.lists(
         st.builds(LoadStep, st.text(), st.integers(0, 9), digests, tags, tables, st.just(0), st.just(8)),
         max_size=3,
     ).map(tuple),
-    st.lists(st.builds(StoreStep, st.text(), digests, tags, tables, tiers=names), max_size=3).map(tuple),
+    stores,
     st.lists(st.text(), max_size=3).map(tuple),
     st.binary(min_size=16, max_size=16),
+    leaving=stores,
 )
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2) | st.binary(max_size=33),
@@ -82,7 +84,7 @@ def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
     assert StepPlan.from_plain(plain) == plan
 
 
-@given(st.sampled_from(["version", "loads", "stores", "refused", "space_id"]), junk)
+@given(st.sampled_from(["version", "loads", "stores", "leaving", "refused", "space_id"]), junk)
 def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
     good = StepPlan((LoadStep("a", 0, (b"x" * 32,), b"t" * 7, (packed((1,)),), 0, 4),)).to_plain()
     try:

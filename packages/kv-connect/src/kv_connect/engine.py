@@ -382,7 +382,7 @@ class Engine(OffSwitch):
         """Whether layers are stored as they are computed. For groups that cannot be, such as states, whole chunks are
         gathered after the step."""
         assert self.facts is not None
-        if self._settings.store == "async":
+        if self._settings.store != "layerwise":
             return False
         groups = zip(self.facts.groups, self.facts.formats, strict=True)
         if all(group.coverage.kind == "state" or is_quantised_kind(kind) for group, kind in groups):

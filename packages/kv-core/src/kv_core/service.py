@@ -8,7 +8,7 @@ it ends.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType, Protocol, TypedDict, Unpack
 
@@ -53,6 +53,19 @@ class LookupPlan:
     lacking: int = -1
     choice: Choice | None = None
     files: tuple[FileExtent, ...] = ()
+
+    def after(self, own_chunks: int) -> "LookupPlan":
+        """The plan of a prompt of which so many chunks, which the engine has itself, came before those looked up."""
+        if not own_chunks:
+            return self
+        choice = None if self.choice is None else replace(self.choice, chunks=self.choice.chunks + own_chunks)
+        return replace(
+            self,
+            chunks=own_chunks + self.chunks,
+            prefix_chunks=own_chunks + self.prefix_chunks,
+            tiers=("",) * own_chunks + self.tiers,
+            choice=choice,
+        )
 
 
 Holder = str

@@ -82,10 +82,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step that computes the rest of the request, each layer while those before it are computed. auto: layerwise if it is
     estimated to hide the copy, or if no other request would wait for it. vLLM only, on one node, without pipeline
     stages and with one kind of layers; elsewhere always async (docs/contracts/vllm.md#layerwise-loads)."""
-    store: Literal["async", "layerwise"] = "async"
+    store: Literal["async", "layerwise", "lazy"] = "async"
     """When chunks are copied from the engine's blocks. async: after the step that completes them. layerwise: in this
-    step, each layer while those after it are computed, so that they can be found sooner. vLLM only; chunks in int8 and
-    fp8 are always stored after the step (docs/contracts/vllm.md#layerwise-stores)."""
+    step, each layer while those after it are computed, so that they can be found sooner; chunks in int8 and fp8 always
+    after it (docs/contracts/vllm.md#layerwise-stores). lazy: when the engine overwrites them
+    (docs/contracts/vllm.md#lazy-stores). vLLM only."""
     min_load_tokens: Tokens = 0
     """A smaller hit is computed instead of loaded. vLLM only, like the two below; SGLang has its own
     `prefetch_threshold`. A request may override it (docs/requests.md)."""

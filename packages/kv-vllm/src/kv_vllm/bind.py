@@ -10,6 +10,7 @@ from kv_connect.engine import Engine, EngineFacts, fitted
 from kv_connect.neighbours import StoredFormat
 from kv_connect.open_cache import Format
 from kv_core.device import FileReader
+from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_core.plugins import extra_needed
 from kv_cuda.bind import BoundGroups, bind_groups, table_tokens_of
@@ -18,12 +19,44 @@ from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.settings import Setting, Settings
 from kv_tiers.verdict import demand
 
+from kv_vllm.handover import is_one_of_several
 from kv_vllm.layerwise import LayerPlace
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
 from kv_vllm.served import served_model
 
 _log = limited_logger(__name__)
+
+
+def check_lazy(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse to put stores off where vLLM could lose a chunk unseen, or where others wait for it.
+
+    Raises:
+        ConfigError: what stands in the way. Called by a connector's constructor.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if settings.store != "lazy":
+        return
+    parallel, transfer, events = (
+        getattr(vllm_config, f"{name}_config") for name in ("parallel", "kv_transfer", "kv_events")
+    )
+    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    reasons = {
+        "prefix caching is off, so that vLLM keeps no blocks": not vllm_config.cache_config.enable_prefix_caching,
+        "the model has several kinds of layers, or others than full attention": len(kinds) != 1
+        or kinds[0] not in (FullAttentionSpec, MLAAttentionSpec)
+        or kv_cache_config.needs_kv_cache_zeroing,
+        "a draft model computes layers of its own": draft_model(vllm_config) is not None,
+        "there are pipeline stages": parallel.pipeline_parallel_size > 1,
+        "the ranks are on several nodes": parallel.nnodes_within_dp > 1,
+        f"kv_role is {transfer.kv_role}, not kv_both": not (transfer.is_kv_producer and transfer.is_kv_consumer),
+        "other connectors fill blocks, too (MultiConnector)": is_one_of_several(),
+        "KV events would name chunks too late": events is not None and events.enable_kv_cache_events,
+        f"load is {settings.load}, not async": settings.load != "async",
+    }
+    if found := [reason for reason, applies in reasons.items() if applies]:
+        raise ConfigError(f"store: lazy is not possible here: {'; '.join(found)}. Set store: async")
 
 
 def bind_worker(

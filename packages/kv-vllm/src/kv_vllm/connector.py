@@ -14,8 +14,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,6 +24,7 @@ import torch
 from kv_connect.adapters import Unsure
 from kv_connect.engine import engine_of, release
 from kv_connect.guard import always, guarded
+from kv_connect.halves.lazy_stores import LazyStores
 from kv_connect.halves.request import RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
@@ -45,7 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
+from kv_vllm.bind import bind_scheduler, bind_worker, check_lazy, in_one_process, warn_of_failure_policy
 from kv_vllm.handover import answer_to_proxy, is_one_of_several, with_protocol
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
@@ -87,6 +89,22 @@ class PoolBlocks:
 
     def is_ours_alone(self, block: int) -> bool:
         return bool(self._pool.blocks[block].ref_cnt == 1)
+
+    def name_of(self, block: int) -> Hashable | None:
+        """vLLM's name for what this block holds, once the steps scheduled so far are computed."""
+        name: Hashable | None = self._pool.blocks[block].block_hash
+        return name
+
+    def before_reuse(self, call: Callable[[Iterable[int]], None]) -> None:
+        """Have blocks reported that vLLM is about to give to a request, while they still have their names."""
+        give = self._pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int) -> Any:
+            free = self._pool.free_block_queue.iter_blocks_after(None)
+            call(block.block_id for block in islice(free, num_blocks))
+            return give(num_blocks)
+
+        self._pool.get_new_blocks = get_new_blocks
 
 
 @dataclass(eq=False)
@@ -181,6 +199,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         self._settings = with_protocol(settings)
         check_parallelism(vllm_config, self._settings)
+        check_lazy(self._settings, vllm_config, kv_cache_config)
         self._engine = engine_of(str(transfer.engine_id))
         self._read = request_reader(vllm_config, kv_cache_config, self._settings, self._engine)
         if not self.off and (why := check_interface()):
@@ -310,12 +329,13 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager = kv_cache_manager
         self._start_events()
         self._start_holding()
+        self._put_stores_off()
         self._note_resets()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         settings, _ = load(extra_config, os.environ)
-        return settings.load != "async" or settings.store != "async"  # a full graph skips the hooks of layers
+        return settings.load != "async" or settings.store == "layerwise"  # a full graph skips the hooks of layers
 
     @guarded(always(None))
     def on_new_request(self, request: Any) -> None:
@@ -362,7 +382,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
         # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
-        if not (plan.loads or plan.stores or plan.refused or self._unplanned):  # most steps
+        if not (plan.loads or plan.stores or plan.leaving or plan.refused or self._unplanned):  # most steps
             number = 0 if self._held is None else self._held.number
             return self._message(replace(plan, number=number), None)
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
@@ -474,6 +494,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
             blocks = PoolBlocks(self._kv_cache_manager.block_pool)
             self._held = HeldBlocks(blocks, scheduler.shape, ranks=self._engine.share.ranks)
+
+    @guarded(always(None))
+    def _put_stores_off(self) -> None:
+        if self._scheduler is not None and self._settings.store == "lazy":
+            blocks, shape = PoolBlocks(self._kv_cache_manager.block_pool), self._scheduler.shape
+            self._scheduler.lazy = LazyStores(blocks.name_of, chunk_blocks=shape.chunk_tokens // shape.tables[0])
+            blocks.before_reuse(self._given_away)
+
+    @guarded(always(None))
+    def _given_away(self, blocks: Iterable[int]) -> None:
+        if self._scheduler is not None and self._scheduler.lazy is not None:
+            self._scheduler.lazy.given_away(blocks)
 
     @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
@@ -611,6 +643,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_computed = are_filled and sys.exc_info()[1] is self._caller_error
         self._caller_error = None
         (self._worker.stores.start if is_computed else self._worker.stores.abandon)(self._step)
+        if not is_computed and self._engine.scheduler is not None and self._engine.scheduler.lazy is not None:
+            self._engine.scheduler.lazy.forget()
         self._worker.stores.finish(wait=not self._step.number)
 
     @guarded(always(None), even_off=True)
@@ -627,6 +661,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._step = sent if isinstance(sent, StepPlan) else StepPlan.from_plain(sent)
         elif metadata.number:
             self._step = StepPlan(number=metadata.number)
+        if self._worker is not None:
+            self._worker.stores.rescue(self._step)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._sessions.forget(request.request_id)

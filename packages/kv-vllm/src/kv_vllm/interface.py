@@ -68,7 +68,7 @@ def interface_differences() -> Iterator[str]:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.executor.abstract import Executor
@@ -84,7 +84,9 @@ def interface_differences() -> Iterator[str]:
     yield from field_differences(KVConnectorOutput, ["finished_recving", "failed_recving", "kv_connector_worker_meta"])
     yield from call_differences(base.KVConnectorWorkerMetadata, {"aggregate": ["other"]})
     yield from call_differences(BlockPool, {"touch": ["blocks"], "free_blocks": ["ordered_blocks"]})
-    yield from field_differences(KVCacheBlock, ["ref_cnt"])
+    yield from call_differences(BlockPool, {"get_new_blocks": ["num_blocks"]})
+    yield from call_differences(FreeKVCacheBlockQueue, {"iter_blocks_after": ["cursor"]})
+    yield from field_differences(KVCacheBlock, ["ref_cnt", "block_hash"])
     yield from call_differences(KVCacheManager, {"reset_prefix_cache": []})
     stored = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
     yield from field_differences(BlockStored, [*stored, "extra_keys", "group_idx", "session_id"])

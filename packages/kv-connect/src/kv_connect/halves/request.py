@@ -166,6 +166,7 @@ class Tracked:
     tenant: the tag in its keys.
     chunk_keys: the keys of its chunks, chunk-major.
     promised_chunks: the number of leading chunks leased for it.
+    own_chunks: how many of these are not, because the engine had them itself when they were looked up.
     files: where the last of these are in a tier's files, if they are read there.
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
@@ -189,6 +190,7 @@ class Tracked:
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
+    own_chunks: int = 0
     files: tuple[FileExtent, ...] = ()
     pays: bool = True
     tiers: tuple[str, ...] = ()

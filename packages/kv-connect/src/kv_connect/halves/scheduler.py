@@ -8,6 +8,7 @@ until the request loads them, declines, is preempted, aborted or finished. Engin
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import islice
 from math import inf
@@ -26,6 +27,7 @@ from kv_server.hints import HintOutcomes, RetainHint
 from kv_connect.figures import SchedulerCounts
 from kv_connect.halves.engine_costs import EngineCosts
 from kv_connect.halves.layerwise import LayerwiseRule
+from kv_connect.halves.lazy_stores import LazyStores
 from kv_connect.halves.request import (
     AWAITED,
     HOLDING,
@@ -240,6 +242,9 @@ class SchedulerHalf:
         self._layerwise = layerwise
         self._handovers = handovers or HandOvers(shape, HandClock())
         self.costs = costs
+        self.lazy: LazyStores | None = None
+        """If set, chunks are stored only when the engine gives their blocks away. It requires one group of layers that
+        needs the whole prefix, and an engine that keeps the blocks of requests that have ended."""
         self.counts = SchedulerCounts()
 
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
@@ -277,17 +282,20 @@ class SchedulerHalf:
         if may_load and in_whole_blocks:
             if self._handovers.is_early(tracked):
                 return None
-            if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
+            own_chunks = 0 if self.lazy is None else computed_tokens // chunk_tokens
+            may_renew = tracked.phase is Phase.PROMISED and tracked.own_chunks <= own_chunks
+            if not (may_renew and self._service.renew(self._holder(request.request_id))):
                 self._drop_layerwise(tracked)
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
+                tracked.own_chunks = own_chunks
                 plan = self._look_up(request, tracked, usable, computed_tokens)
                 tracked.promised_chunks, tracked.tiers, tracked.files = plan.chunks, plan.tiers, plan.files
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
                     self._move(request.request_id, tracked, RequestEvent.PEND)
                     return None
-                if self._handovers.awaits(request, tracked, self.costs):
+                if self._is_leaving(tracked, plan.chunks) or self._handovers.awaits(request, tracked, self.costs):
                     self._move(request.request_id, tracked, RequestEvent.PEND)
                     self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
                     return None
@@ -306,7 +314,8 @@ class SchedulerHalf:
         if self._handovers.is_taken(request, tracked):
             self._service.received(self._prompt_keys(request, tracked))
         if offered < worthwhile:
-            self._move(request.request_id, tracked, RequestEvent.MISS, had_promise=tracked.promised_chunks > 0)
+            had_promise = tracked.promised_chunks > tracked.own_chunks
+            self._move(request.request_id, tracked, RequestEvent.MISS, had_promise=had_promise)
             return 0
         is_another = (tracked.offered_from, tracked.offered_tokens) != (computed_tokens, offered)
         tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
@@ -434,7 +443,8 @@ class SchedulerHalf:
             self._go_on_prefetching(request)
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
-        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
+        leaving = () if self.lazy is None else self.lazy.take()
+        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, 0, trial, leaving)
         for store in stores:
             tracked = self._tracked[store.request_id]
             tracked.first_trial = min(tracked.first_trial, trial)
@@ -550,6 +560,7 @@ class SchedulerHalf:
         """
         self._space = space
         self._engine_has_old_blocks = True
+        self._forget_kept()
         # A layerwise load cannot be taken back: like a running request, it continues with the KV of the old weights.
         self._refused += [load.request_id for load in self._loads if not load.extents]
         self._loads = [load for load in self._loads if load.extents]
@@ -566,12 +577,14 @@ class SchedulerHalf:
     def engine_emptied(self) -> None:
         """The engine has forgotten what is in its own blocks."""
         self._engine_has_old_blocks = False
+        self._forget_kept()
 
     def reset(self) -> None:
         """Forget everything held. Earlier promises are void, and so are the leases of the loads in progress: the
         workers will report those as failed.
         """
         self._service.clear()
+        self._forget_kept()
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
@@ -591,6 +604,7 @@ class SchedulerHalf:
             self._service.end(self._holder(request_id))
             del self._tracked[request_id]
         self._pending, self._loads, self._refused = 0, [], []
+        self._forget_kept()
 
     def is_waiting(self) -> bool:
         """Whether a request is waiting for promotions from lower tiers."""
@@ -607,6 +621,14 @@ class SchedulerHalf:
     def draining(self) -> list[str]:
         """Requests that have ended while their blocks are being filled."""
         return [request_id for request_id, tracked in self._tracked.items() if tracked.phase is Phase.DRAINING]
+
+    def _is_leaving(self, tracked: Tracked, chunk: int) -> bool:
+        digests = tracked.keys.digests
+        return self.lazy is not None and chunk < len(digests) and self.lazy.is_leaving(digests[chunk])
+
+    def _forget_kept(self) -> None:
+        if self.lazy is not None:
+            self.lazy.forget()
 
     def _holder(self, request_id: str) -> str:
         return f"{self._name}/{request_id}"
@@ -643,6 +665,8 @@ class SchedulerHalf:
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
         keys, shape, controls = self._prompt_keys(request, tracked), self._shape.chunk, request.controls
+        own_chunks = tracked.own_chunks  # where stores are put off, what the engine has itself need not be held
+        keys = keys[own_chunks * shape.keys_per_chunk :]
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
@@ -651,7 +675,9 @@ class SchedulerHalf:
             rule = self._layerwise
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
             costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
-        return self._service.lookup(
+            if own_tokens := own_chunks * shape.chunk_tokens:
+                costs = replace(costs, computed_tokens=computed_tokens - own_tokens, before_tokens=own_tokens)
+        plan = self._service.lookup(
             keys,
             self._holder(request.request_id),
             shape=shape,
@@ -660,6 +686,7 @@ class SchedulerHalf:
             tiers=controls.tiers,
             reads_files=True,
         )
+        return plan.after(own_chunks)
 
     def _leader(self, tracked: Tracked, computed_tokens: int, usable: int) -> str:
         """The request whose load to wait for, because the engine will share its blocks; empty if there is none.
@@ -744,14 +771,14 @@ class SchedulerHalf:
             digests = (*digests, tail)
         else:
             tail_tokens = 0  # it has generated more meanwhile
-        tracked.stored_chunks, tracked.stored_tail_tokens = chunks, tail_tokens
+        first_chunk, tracked.stored_chunks, tracked.stored_tail_tokens = tracked.stored_chunks, chunks, tail_tokens
         admitted = {boundary for boundary in boundaries if self._admits(request, tracked, boundary)}
         states = tuple(
             StateBlock(state.table, state.block, state.boundary // chunk_tokens - 1)
             for state in entry.states
             if state.boundary in admitted
         )
-        return StoreStep(
+        store = StoreStep(
             request.request_id,
             digests,
             tracked.tenant,
@@ -766,6 +793,10 @@ class SchedulerHalf:
             request.controls.tiers,
             request.controls.is_demoted,
         )
+        is_awaited = request.controls.hands_over_tokens or request.controls.retain_ms
+        if self.lazy is not None and not is_awaited and self.lazy.put_off(store, first_chunk):
+            return None
+        return store
 
     def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:
         chunk_tokens = self._shape.chunk_tokens

@@ -25,7 +25,7 @@ Plain: TypeAlias = Any
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TenantTag = Annotated[bytes, msgspec.Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
 
-STEP_VERSION = 13
+STEP_VERSION = 14
 _MAX_BLOCK: Final = (1 << 31) - 1
 _CHECKSUM_BYTES: Final = 16
 NO_SPACE = bytes(SPACE_ID_BYTES)
@@ -102,7 +102,7 @@ class StoreStep:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work for every worker: loads before the forward pass, and stores after it.
+    """One step's work for every worker: loads, and stores after the forward pass.
 
     refused: requests whose allocation was inconsistent; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
@@ -112,6 +112,8 @@ class StepPlan:
         0: no blocks are held.
     trial: if not 0, the stores are committed only once the scheduler reports that the trial of this number was passed:
         that other connectors or ranks did fill the blocks with which the step computes (`kv_vllm.trials`).
+    leaving: stores of chunks in blocks that this step overwrites, to be gathered before its loads and its forward pass
+        (`kv_connect.halves.lazy_stores`). The tables have only the blocks of these chunks.
     """
 
     loads: tuple[LoadStep, ...] = ()
@@ -120,6 +122,7 @@ class StepPlan:
     space_id: Annotated[bytes, msgspec.Meta(min_length=SPACE_ID_BYTES, max_length=SPACE_ID_BYTES)] = NO_SPACE
     number: Count = 0
     trial: Count = 0
+    leaving: tuple[StoreStep, ...] = ()
 
     def to_plain(self) -> Plain:
         return {"version": STEP_VERSION} | msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=list)
@@ -137,7 +140,7 @@ class StepPlan:
             plan = msgspec.convert(plain, cls, dec_hook=_read_table)
         except msgspec.ValidationError as error:
             raise InputError(f"the step plan is damaged: {error}") from None
-        chains = [load.digests for load in plan.loads] + [store.digests for store in plan.stores]
+        chains = [load.digests for load in plan.loads] + [store.digests for store in (*plan.stores, *plan.leaving)]
         if any(len(digest) not in (16, 32) for digests in chains for digest in digests):
             raise InputError("the step plan has something else where a chunk's digest belongs")
         places = [(place.offset, place.nbytes) for load in plan.loads for place in load.extents]
