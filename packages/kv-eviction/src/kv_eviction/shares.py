@@ -90,7 +90,7 @@ class Shares:
     ) -> None:
         """policy: of the common share.
         make_policy: creates one for a share of the given size.
-        numbered: how many slots there are, if these do not count as one each. They may grow.
+        numbered: how many slots there are, if these are not the `slots` of which each counts as one. They may grow.
         """
         self.common = Share(lambda: policy, slots, is_common=True)
         self.over: set[Share] = set()

@@ -88,13 +88,14 @@ class LocalCache:
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
             lambda slots: CoveragePolicy(make_share_policy(slots), self._bounded),
+            numbered=pool.mapped_slots,
         )
         for tenant, quota_bytes in (quotas or {}).items():
             shares.set_quota(tenant, quota_slots(quota_bytes, pool.slot_bytes))
             shares.end_move()
         warn_if_all_taken(shares)
         self._totals = CacheTotals()
-        self._index = Residency(pool.slots, shares)
+        self._index = Residency(pool.mapped_slots, shares)
         self._host = HostTier(pool, self._index, shares, self._totals, self.events)
         self._lock = self._host.lock
         self.lease_s = lease_s
@@ -267,7 +268,9 @@ class LocalCache:
             if not refuses_new:
                 slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
             refused = len(missing) - len(slots)
-            is_worth_less = bool(refused and by_worth and self._host.refuses(missing[len(slots)], is_last=refused == 1))
+            is_worth_less = bool(
+                refused and by_worth and self._host.shares.refuses(missing[len(slots)], is_last=refused == 1)
+            )
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
@@ -293,7 +296,9 @@ class LocalCache:
             reason = why or ("worth less than what the pool holds" if is_worth_less else "")
             refused_keys = missing[len(write.keys) :] if reason else ()
             self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, reason))
-        return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
+        return WriteLease(
+            LeaseId(write.number), tuple(write.keys), self.pool.places.extents(write.keys, write.slots), why
+        )
 
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
@@ -557,7 +562,7 @@ class LocalCache:
         number, read.nbytes, read.since = read.number, self.pool.sizes.total(keys), since
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
-        return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
+        return ReadLease(LeaseId(number), tuple(keys), self.pool.places.extents(keys, slots))
 
     def _give_back(self, read: ReadEntry) -> None:
         if read.kind == "load":
