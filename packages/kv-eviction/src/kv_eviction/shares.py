@@ -74,8 +74,8 @@ class SlotUse:
     slots_quota: int | None
 
 
-class Shares:
-    """An `EvictionPolicy` made of one policy per share, and the accounts of all tenants. Constant time per chunk.
+class Shares(EvictionPolicy):
+    """Made of one policy per share, and the accounts of all tenants. Constant time per chunk.
 
     While there are no quotas it passes every call on and does nothing else.
     """

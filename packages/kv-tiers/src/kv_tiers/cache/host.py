@@ -24,7 +24,7 @@ from kv_eviction.shares import Share, Shares
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.index.residency import Residency
-from kv_tiers.pool.directory import MAX_KEY_BYTES, NO_PARENT, least_worth_first
+from kv_tiers.pool.directory import NO_PARENT, least_worth_first
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier_state import Held
 
@@ -183,15 +183,6 @@ class HostTier:
         by_group = self._index.by_group()
         return Held(max(by_group, default=0), self._index.payload_bytes(self.pool.sizes.of_group), by_group)
 
-    def check_keys(self, keys: Sequence[ChunkKey]) -> None:
-        """Without the lock.
-
-        Raises:
-            MisuseError: keys too long to be recorded in a named pool.
-        """
-        if self.pool.directory is not None and any(len(key) > MAX_KEY_BYTES for key in keys):
-            raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
-
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
         """Inform the policy that more of this chain is being stored and which of its chunks are resident; returns their
         slots.
@@ -337,7 +328,7 @@ class HostTier:
     def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> None:
         """of_bytes: the leases were for reading, and these slots have the bytes they read (`Residency.bytes_at`)."""
         excluded = self._index.excluded
-        freed = (self._index.unlease_bytes if of_bytes else self._index.unlease)(slots)
+        freed = self._index.unlease(slots, of_bytes=of_bytes)
         self.free(freed)
         if self.watcher is not None:
             self.watcher.unleased(slots, makes_room=bool(freed) or self._index.excluded < excluded)

@@ -40,6 +40,7 @@ from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.events.changes import Changes
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.directory import MAX_KEY_BYTES
 from kv_tiers.pool.host_pool import HostPool
 
 _MAX_KEY_SPACES: Final = 64
@@ -248,7 +249,8 @@ class LocalCache:
         tiers: Sequence[str] | None = None,
     ) -> WriteLease:
         chain, lower, is_held = list(keys), self.lower.numbers(tiers), max(hold_s, retain_s) > 0
-        self._host.check_keys(chain)
+        if self.pool.directory is not None and any(len(key) > MAX_KEY_BYTES for key in chain):
+            raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
         now_s = self._clock.now_s()
         # What is held has to be in the pool.
         in_files = set() if self._direct is None or is_held else self._direct.holding(chain, lower)
