@@ -1,5 +1,7 @@
 """A running server reads its settings again: all of what can change does, or nothing, and whoever asked is told."""
 
+import contextlib
+import gc
 import json
 import os
 import select
@@ -14,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 from kv_core.keys import tenant_tag
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
 from kv_server import RemoteCache, launch, wire
@@ -28,15 +31,18 @@ from kv_testing.cache_servers import (
     held,
     join_at,
     join_server,
+    read,
     report_of,
     settings_for,
     store,
 )
 from kv_testing.http import TOKEN, problem
 from kv_testing.servers import free_port
+from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Loads, UpgradedServers
 from kv_testing.wait import joined, until
 from kv_tiers.tenants import Tenant
+from kv_tiers.testing.tier_contract import content
 
 ANN = {"name": "ann", "salt": "ann", "quota_bytes": 3 * SLOT_BYTES}
 BOB = {"name": "bob", "salt": "bob"}
@@ -67,6 +73,20 @@ class Reloaded(UpgradedServers):
 
     def quotas(self) -> dict[str, int | None]:
         return {tenant.name: tenant.quota_bytes for tenant in report_of(self.socket).caches[0].tenants if tenant.name}
+
+    def resize(self, slots: int, *tenants: dict[str, object], most: int = 16) -> int:
+        sizes = {"capacity_bytes": slots * SLOT_BYTES, "max_capacity_bytes": most * SLOT_BYTES}
+        self.write(*tenants, host=sizes)
+        return self.kv("--take-over")
+
+    def pool(self) -> tuple[int, int]:
+        """The slots that it has now, and how many slots' memory its file takes."""
+        report, nbytes = report_of(self.socket), 0
+        for name in os.listdir(f"/proc/{report.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(f"/proc/{report.pid}/fd/{name}").startswith("/memfd:kv-tiers-"):
+                    nbytes = 512 * os.stat(f"/proc/{report.pid}/fd/{name}").st_blocks
+        return report.caches[0].counts.slots_total, nbytes // SLOT_BYTES
 
     def close(self) -> None:
         """End the process that serves, which may be another one than was started."""
@@ -130,7 +150,7 @@ def test_another_process_takes_over_for_tiers_and_all_but_the_pool(
     assert (report_of(servers.socket).caches[0].tiers, servers.quotas()) == ([], {"ann": 3 * SLOT_BYTES})
     servers.write()
     answer = servers.post({"take_over": True})
-    assert answer.json()["changed"][1:] == settled
+    assert answer.json()["changed"][1:] == ["host.capacity_bytes is as in the file", *settled]
     until(lambda: report_of(servers.socket).pid not in pids)
     rounds = sum(loads.rounds)
     until(lambda: sum(loads.rounds) > rounds + 20 or loads.failures, 60)
@@ -139,6 +159,86 @@ def test_another_process_takes_over_for_tiers_and_all_but_the_pool(
     assert [tier.name for tier in report_of(servers.socket).caches[0].tiers] == ["disk"]
     assert cache.release(lease)  # type: ignore[arg-type]
     assert cache.generation == 0
+    cache.close()
+
+
+def test_the_pool_shrinks_below_what_is_leased_and_grows_again(servers: Reloaded) -> None:
+    """What is read stays where it is until that ends; what is only kept moves. The rest goes, the least worth first."""
+    cache, young, old = join_server(servers.home), key_chain(6, branch="young"), key_chain(6, branch="old")
+    for keys in (old, young, key_chain(4, branch="kept")):
+        store(cache, keys)
+    lease = cache.load(young, "reader", lasting=True)
+    assert isinstance(lease, ReadLease)
+    assert cache.lookup(key_chain(4, branch="kept"), "promised").chunks == 4
+    assert servers.pool() == (16, 16)
+    assert servers.resize(3) == 1  # of max_capacity_bytes it says that it takes a restart
+    until(lambda: servers.pool() == (3, 10))  # not more than what is leased
+    assert cache.begin_store(key_chain(1, branch="new"), "w").refused
+    assert read(cache, key_chain(4, branch="kept")) and cache.renew("promised")
+    assert [bytes(cache.pool.view[at.offset : at.offset + at.nbytes]) for at in lease.extents] == [
+        content(key, CHUNK_BYTES) for key in young
+    ]
+    assert cache.release(lease)
+    cache.end("promised")
+    until(lambda: servers.pool() == (3, 3))
+    assert report_of(servers.socket).caches[0].counts.slots_used == 3
+    assert servers.resize(16) == 0
+    assert held(cache, old) == 6  # from the disk
+    for number in range(4):
+        store(cache, key_chain(4, branch=f"new {number}"))
+    assert servers.pool() == (16, 16) and cache.generation == 0
+    cache.close()
+
+
+def test_memory_that_may_be_registered_with_a_device_stays_until_its_client_ends(servers: Reloaded) -> None:
+    cache, engine = join_server(servers.home), join_server(servers.home, facts={})
+    store(cache, key_chain(16))
+    assert servers.resize(4) == 1
+    until(lambda: f"which may have them registered with a GPU: {os.getpid()}" in servers.log.read_text())
+    assert servers.pool() == (4, 16) and cache.counts().slots_used == 4
+    assert read(engine, key_chain(4)) and read(cache, key_chain(4))
+    assert servers.resize(8) == 0
+    store(engine, key_chain(8, branch="more"))
+    assert read(cache, key_chain(8, branch="more"))
+    engine.close()
+    del engine
+    gc.collect()  # with it goes the mapping
+    until(lambda: servers.pool() == (8, 8))
+    cache.close()
+
+
+def test_a_size_that_cannot_be_changes_nothing(servers: Reloaded, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = join_server(servers.home)
+    store(cache, key_chain(10))
+    assert servers.resize(2, ANN) == 2 and "the quotas are" in capsys.readouterr().err
+    assert servers.resize(8, most=4) == 2 and "max_capacity_bytes is less" in capsys.readouterr().err
+    servers.write(ANN)
+    assert servers.kv() == 0
+    authorized = {"authorization": f"Bearer {TOKEN}"}
+    body = {"quota_bytes": 12 * SLOT_BYTES}
+    assert httpx.put(f"{servers.url}/quota/{'0' * 14}", json=body, headers=authorized).status_code == 200
+    assert servers.resize(20, ANN, most=20) == 1
+    refused = capsys.readouterr().err
+    assert "host.capacity_bytes stays" in refused and "host.max_capacity_bytes stays" in refused
+    assert servers.pool() == (16, 10)
+    cache.close()
+
+
+@pytest.mark.slow
+def test_sizes_change_under_load(servers: Reloaded) -> None:
+    """Nothing that is found is wrong, and no lease is lost."""
+    cache, kept = join_server(servers.home), key_chain(3, branch="kept")
+    store(cache, kept)
+    lease = cache.load(kept, "reader", lasting=True)
+    loads = Loads(servers.socket, prompts=8)
+    for slots in (6, 12, 9, 16, 4, 16):
+        assert servers.resize(slots) in (0, 1)
+        rounds = sum(loads.rounds)
+        until(lambda rounds=rounds: sum(loads.rounds) > rounds + 20 or loads.failures, 60)
+        until(lambda slots=slots: (servers.pool()[0] == slots and servers.pool()[1] <= slots) or loads.failures)
+    loads.stop()
+    assert not loads.failures
+    assert cache.release(lease) and read(cache, kept)  # type: ignore[arg-type]
     cache.close()
 
 

@@ -1,5 +1,6 @@
 """A pool with a name outlives a server that was stopped, and nothing else that a server may have left is believed."""
 
+import json
 import os
 import signal
 import stat
@@ -29,8 +30,9 @@ class Saved(UpgradedServers):
         self.file = saved_path(self.name, cache_name(((CHUNK_BYTES,), "f")))
         super().__init__(home, self.settings(slots))
 
-    def settings(self, slots: int) -> dict[str, object]:
-        return {"host": {"name": self.name, "capacity_bytes": slots * SLOT_BYTES}}
+    def settings(self, slots: int, most: int = 0) -> dict[str, object]:
+        sizes = {"capacity_bytes": slots * SLOT_BYTES, "max_capacity_bytes": most * SLOT_BYTES}
+        return {"host": {"name": self.name, **sizes}}
 
     @property
     def index(self) -> Path:
@@ -73,6 +75,20 @@ def test_after_a_stop_everything_is_found_and_copies_go_on(saved: Saved) -> None
     assert read(cache, keys) and read(cache, writing.keys)
     counts = cache.counts()
     assert (counts.slots_used, counts.read_leases, counts.write_leases, counts.chunks_damaged) == (5, 0, 0, 0)
+    cache.close()
+
+
+def test_a_restart_may_change_the_size_up_to_the_same_maximum(saved: Saved) -> None:
+    cache = join_server(saved.home)
+    store(cache, key_chain(8))
+    for slots, found in ((3, 3), (6, 3)):
+        saved.close()
+        saved.config.write_text(json.dumps(saved.settings(slots, most=8)))
+        saved.restart()
+        back(cache)
+        until(lambda slots=slots: 512 * saved.file.stat().st_blocks <= slots * SLOT_BYTES)
+        assert (cache.counts().slots_total, cache.counts().slots_used, cache.generation) == (slots, found, 0)
+        assert read(cache, key_chain(3))
     cache.close()
 
 

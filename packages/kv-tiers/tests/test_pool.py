@@ -70,8 +70,8 @@ def test_slots_start_at_pages_and_chunks_keep_their_size() -> None:
     made = HostPool.anonymous("p", 5000, 3)
     assert made.slot_bytes == 8192
     keys = key_chain(1)
-    assert made.extents(keys, [2]) == (HostExtent("p", 16384, 5000),)
-    assert made.extents(keys, [2])[0] is made.extents(keys, [2])[0]
+    assert made.places.extents(keys, [2]) == (HostExtent("p", 16384, 5000),)
+    assert made.places.extents(keys, [2])[0] is made.places.extents(keys, [2])[0]
     assert len(made.view) == 3 * 8192
     assert ctypes.addressof(ctypes.c_char.from_buffer(made.view)) % 4096 == 0
     made.close()

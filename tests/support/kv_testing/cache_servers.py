@@ -87,6 +87,7 @@ def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCach
     """A client of the server at this socket."""
     options.setdefault("group_bytes", (CHUNK_BYTES,))
     options.setdefault("timeout_s", 5.0)  # a busy machine may be late
+    options.setdefault("facts", {wire.UNPINNED: "true"})
     return RemoteCache(path, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
 

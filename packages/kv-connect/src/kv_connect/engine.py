@@ -23,6 +23,7 @@ from kv_core.shape import ConnectShape, GroupShape, check_blocks
 from kv_core.transfer import HostExtent
 from kv_server.process import SupervisedServer
 from kv_server.remote_cache import MappedPool, RemoteCache
+from kv_server.wire import UNPINNED
 from kv_tiers.approximate import exact_fingerprint
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
@@ -244,7 +245,12 @@ class Engine(OffSwitch):
                     chunks,
                     engine_id=self.id,
                     is_first=share.is_first_here,
-                    facts={"rank": str(share.rank), **facts.to_text(), **stored.facts()},
+                    facts={
+                        "rank": str(share.rank),
+                        **facts.to_text(),
+                        **stored.facts(),
+                        **({} if any(copier.is_queued for copier in copiers) else {UNPINNED: "true"}),
+                    },
                     replica=replica,
                     node=share.node,
                     on_new_pool=self._exchange_pool,
@@ -292,7 +298,8 @@ class Engine(OffSwitch):
             return self.refuse("in some stages more ranks have heads of their own than in others: use one stage")
         (chunks,) = formats
         self.share = replace(share, shards=int(workers[0].facts["shards"]))
-        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, is_first=False, facts={}, replica=replica)
+        own = {UNPINNED: "true"}
+        self.cache, _ = open_remote(settings, chunks, engine_id=self.id, is_first=False, facts=own, replica=replica)
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
         return None
 

@@ -7,7 +7,7 @@ of their own. The oldest of that order is compared with the policy's victim, and
 evicted.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
@@ -68,7 +68,7 @@ class BoundedGroups:
         return keys_in(key.space_id, [key.digest], groups=groups, shards=range(shape.shards), tenant=key.tenant)
 
 
-class CoveragePolicy:
+class CoveragePolicy(EvictionPolicy):
     """An `EvictionPolicy` around another that never sees bounded groups. Without bounded groups, it passes everything
     on.
     """
@@ -132,6 +132,15 @@ class CoveragePolicy:
         if oldest_bounded is None or victim is None:
             return victim if oldest_bounded is None else oldest_bounded
         return oldest_bounded if self._used_at(oldest_bounded) <= self._used_at(victim) else victim
+
+    def victims(self, at_most: int) -> Iterable[int]:
+        return super().victims(at_most) if self.bounded_slots else self.policy.victims(at_most)
+
+    def evicted(self, slots: Sequence[int]) -> None:
+        if self._last_use or self.bounded_slots:
+            super().evicted(slots)
+        else:
+            self.policy.evicted(slots)
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         return not self._bounded and self.policy.refuses(key, is_last=is_last)

@@ -13,8 +13,8 @@ from kv_eviction.policy import EvictionPolicy
 from kv_eviction.simple import LruPolicy
 
 
-class PartsPolicy:
-    """An `EvictionPolicy` around another."""
+class PartsPolicy(EvictionPolicy):
+    """Around another."""
 
     def __init__(self, policy: EvictionPolicy, steps: int) -> None:
         """steps: how often a chunk can be lowered."""

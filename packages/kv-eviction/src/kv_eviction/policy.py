@@ -8,7 +8,7 @@ million chunks an order kept by slot is several times cheaper to update than one
 Sequences of keys and slots are parallel and in the order of the prompt: chunk n is worthless without 0…n-1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kv_core.keys import ChunkKey
@@ -44,6 +44,17 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> int | None:
         """The slot to empty first; the same one until it is removed or excluded. None: nothing can be offered."""
+
+    def victims(self, at_most: int) -> Iterable[int]:
+        """The victim, and those that would be the next ones, as far as that is known already, to be looked at before
+        any other call. Empty: nothing can be offered."""
+        victim = self.victim()
+        return () if victim is None else (victim,)
+
+    def evicted(self, slots: Sequence[int]) -> None:
+        """The first of the `victims` offered last have left, by eviction."""
+        for slot in slots:
+            self.removed(slot)
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         """Whether this chunk is worth less than the victim, whose place it would take: then it is not stored.

@@ -74,8 +74,8 @@ class SlotUse:
     slots_quota: int | None
 
 
-class Shares:
-    """An `EvictionPolicy` made of one policy per share, and the accounts of all tenants. Constant time per chunk.
+class Shares(EvictionPolicy):
+    """Made of one policy per share, and the accounts of all tenants. Constant time per chunk.
 
     While there are no quotas it passes every call on and does nothing else.
     """
@@ -90,7 +90,7 @@ class Shares:
     ) -> None:
         """policy: of the common share.
         make_policy: creates one for a share of the given size.
-        numbered: how many slots there are, if these do not count as one each. They may grow.
+        numbered: how many slots there are, if these are not the `slots` of which each counts as one. They may grow.
         """
         self.common = Share(lambda: policy, slots, is_common=True)
         self.over: set[Share] = set()

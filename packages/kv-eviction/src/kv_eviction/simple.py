@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kv_core.keys import ChunkKey
 
@@ -126,6 +126,9 @@ class LruPolicy(OneOrder):
             touch(slot)
 
     extended = used
+
+    def victims(self, at_most: int) -> Iterable[int]:
+        return itertools.islice(self._oldest_first, at_most)
 
     def reinsert(self, slots: Sequence[int]) -> None:
         for slot in reversed(slots):

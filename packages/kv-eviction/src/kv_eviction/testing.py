@@ -32,6 +32,13 @@ class PolicyContract:
     def test_every_chunk_is_offered_once(self) -> None:
         assert sorted(self.drained(self.filled())) == [0, 1, 2, 3, 4, 5]
 
+    def test_victims_together_are_those_one_after_the_other(self) -> None:
+        policy, order = self.filled(), list[int]()
+        while run := list(policy.victims(4)):
+            order += run
+            policy.evicted(run)
+        assert order == self.drained(self.filled())
+
     def test_an_offer_stands_until_it_is_taken(self) -> None:
         policy = self.filled()
         assert policy.victim() == policy.victim()

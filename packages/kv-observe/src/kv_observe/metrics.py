@@ -219,7 +219,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
             "resident": counts.chunks_resident,
             "reserved": counts.chunks_reserved,
             "leaving": max(0, counts.slots_used - counts.chunks_resident - counts.chunks_reserved),
-            "free": counts.slots_total - counts.slots_used,
+            "free": max(0, counts.slots_total - counts.slots_used),
         }
         for state, number in slots.items():
             pool[name, state] = number * cache.pool.slot_bytes

@@ -25,7 +25,7 @@ from kv_tiers.cache.admin import quota_slots
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.pool.host_pool import HandedOver, slot_bytes_for
 from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import TierContext
 
@@ -168,20 +168,22 @@ class Caches:
         if self.peers_address is not None:
             side.publish(reads, self.peers_address)
 
-    def take_over(self, wanted: Format, handed_over: tuple[str, int, int], quotas: QuotasSet) -> LocalCache:
-        """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed.
+    def take_over(self, wanted: Format, given: HandedOver, quotas: QuotasSet) -> LocalCache:
+        """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed. Its capacity is
+        that of the settings, if there is so much room in the pool.
 
-        handed_over: as for `build_local_cache`. quotas: `quotas_set` there.
+        given: that pool. quotas: `quotas_set` there.
 
         Raises:
             ConfigError: the settings cannot be honoured.
         """
         self.quotas_set = dict(quotas)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
-        if slots != handed_over[1]:
+        if slots > given.mapped_slots:
             text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
-            _log.warning(text, cache_name(wanted), handed_over[1], slots)
-        cache = self._build(wanted, handed_over)
+            _log.warning(text, cache_name(wanted), given.slots, slots)
+            slots = given.slots
+        cache = self._build(wanted, given._replace(slots=slots))
         self._adopt(wanted, cache)
         return cache
 
@@ -272,12 +274,13 @@ class Caches:
         name = self.config.host.name
         return saved_path(name, cache_name(wanted)) if name else None
 
-    def _open_saved(self, wanted: Format) -> tuple[tuple[str, int, int], SavedIndex | None] | None:
+    def _open_saved(self, wanted: Format) -> tuple[HandedOver, SavedIndex | None] | None:
         """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name. Raises
         `ConfigError`: it cannot be used."""
-        path = self._saved_path(wanted)
-        slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
-        return None if path is None or slots < 1 else open_saved(path, wanted, slots)
+        path, host = self._saved_path(wanted), self.config.host
+        slot_bytes = slot_bytes_for(max(wanted[0]))
+        slots, mapped_slots = host.capacity_bytes // slot_bytes, host.max_capacity_bytes // slot_bytes
+        return None if path is None or slots < 1 else open_saved(path, wanted, slots, max(slots, mapped_slots))
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""
@@ -286,7 +289,7 @@ class Caches:
         if _close(cache) and path is not None and saved is not None:
             write_index(path, saved)
 
-    def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
+    def _build(self, wanted: Format, handed_over: HandedOver | None = None) -> LocalCache:
         """Raises `ConfigError`: the settings cannot be honoured."""
         return build_local_cache(
             self.config.host,

@@ -33,7 +33,7 @@ _HELD_S: Final = 10.0
 _POLL_S: Final = 0.05
 _TAKE_OVER_S: Final = 620.0
 """How long a process may take to open its tiers and take over."""
-_FIXED: Final = {"host.capacity_bytes", "host.name", "server.socket", "server.name"}
+_FIXED: Final = {"host.max_capacity_bytes", "host.name", "server.socket", "server.name"}
 """Settings that a server which takes over keeps, as it has the same pool and socket."""
 _OF_ENGINES: Final = {"server.answer_s"}
 
@@ -93,7 +93,10 @@ class Reloading(threading.Thread):
         nothing has changed."""
         old = self._config
         differing = [path for path in _differing(old, new) if path not in _OF_ENGINES]
+        caches = self._server.submit(lambda: list(self._server.caches.values())).result()
         fixed = [path for path in differing if path in _FIXED]
+        if any(new.host.capacity_bytes // cache.pool.slot_bytes > cache.pool.mapped_slots for cache in caches):
+            fixed += [path for path in differing if path == "host.capacity_bytes"]
         others = [path for path in differing if path not in (*fixed, "tenants")]
         refused: dict[str, Literal["take-over", "restart"]] = dict.fromkeys(fixed, "restart")
         changed = _tenants_changed(old.tenants, new.tenants)

@@ -37,6 +37,7 @@ from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
+from kv_tiers.pool.host_pool import HandedOver
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire
@@ -49,6 +50,7 @@ from kv_server.engine_loads import EngineLoads
 from kv_server.peers.side import directories_of, peer_side
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, ReloadReport, Report, TenantReport
 from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
+from kv_server.shrinking import PINS, Shrinking
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
 from kv_server.succession.upgrade import STOPPED_S, PassingOn, TakingOver
@@ -189,6 +191,7 @@ class CacheServer:
         """For the serving thread."""
         self._mailbox = ServerMailbox(self._wake)
         self._orphans = Orphans(self._clock, self._lease_s)
+        self._shrinking = Shrinking(existing_caches, self._pins)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
         self._acceptor = Acceptor(self.address.listener, greet=self._connections.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
@@ -201,7 +204,8 @@ class CacheServer:
             if succession is not None:
                 quotas = succession.prepared.quotas_set()
                 for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
-                    cache = self.formats.take_over(image.format, (image.name, image.slots, descriptor), quotas)
+                    given = HandedOver(image.name, image.slots, image.mapped_slots, descriptor)
+                    cache = self.formats.take_over(image.format, given, quotas)
                     restore_pool(cache, image)
         except ConfigError:
             self._close(keeps_address=succession is not None)
@@ -255,13 +259,14 @@ class CacheServer:
                 self._connections.take_turns()
                 self._orphans.expire()
                 self._connections.expire()
+                self._shrinking.go_on()
                 self._accept_again()
         finally:
             self._close()
 
     def _patience_s(self) -> float | None:
         """How long to wait for a request. None: without limit."""
-        soonest = [self._orphans.patience_s(), self._connections.patience_s()]
+        soonest = [self._orphans.patience_s(), self._connections.patience_s(), self._shrinking.patience_s()]
         if self._accepts_from_s is not None:
             soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
         return min((seconds for seconds in soonest if seconds is not None), default=None)
@@ -374,7 +379,7 @@ class CacheServer:
         # The same for the client's whole life: it may never have read our last answer, and it keeps its first mapping.
         token = request.resume or client.token or token_bytes(16)
         try:
-            lent = pool.lend(token)
+            lent = pool.lend(token, *([] if wire.UNPINNED in request.facts else [PINS]))
         except OSError as error:
             self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
             return
@@ -387,7 +392,7 @@ class CacheServer:
         answer = wire.Pool(
             name=pool.name,
             group_bytes=pool.sizes.group_bytes,
-            slots=pool.slots,
+            slots=pool.mapped_slots,
             token=client.token,
             lasting=list(session.lasting),
             is_watched=cache.events.on,
@@ -445,6 +450,10 @@ class CacheServer:
         wanted, leases = client.register.format, client.session.lasting
         orphan = OrphanImage(client.token, wanted, leases, client.pid, pidfd >= 0, self._clock.now_s())
         self._orphans.add(orphan, client.session.cache, pidfd)
+
+    def _pins(self, cache: LocalCache) -> list[int]:
+        clients = [one for one in self._connections.all() if one.session is not None and one.session.cache is cache]
+        return [one.pid for one in clients if one.register is not None and wire.UNPINNED not in one.register.facts]
 
     def _in_use(self) -> list[LocalCache]:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
@@ -650,6 +659,7 @@ class CacheServer:
         assert self._succession is not None
         for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
             restore_tiers(self.caches[image.format], rest_of_it)
+        self._shrinking.begin()
         if self._peers is not None:
             self.submit(self._serve_peers)
         self._answer_waiting(wire.Register | wire.Explain)
@@ -727,6 +737,7 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
+            self._shrinking.begin()
             if isinstance(opened.cache, wire.Failed):  # perhaps for an engine of another host, which gets no reason
                 _log.warning("a cache could not be opened: %s", opened.cache.text)
             for image in opened.orphans:

@@ -59,6 +59,8 @@ REPEATS_LOOKUPS: Final = "repeats_lookups"
 READS_TOGETHER: Final = "reads_together"
 """Other processes of the engine read the same chunks. So no read of theirs ends a hold: one of them says when all have
 read (`received`)."""
+UNPINNED: Final = "unpinned"
+"""It never registers the pool's memory with a device, so memory that is not in use may be freed."""
 
 
 @lru_cache(64)

@@ -63,14 +63,15 @@ class Figures:
             return
         pool = cache.pool
         if isinstance(cache, LocalCache):
-            used = cache.pool.slots_used
+            slots, used = cache.pool.slots, cache.pool.slots_used
         elif time.monotonic() < self._look_at_s:
             return
         else:
             self._look_at_s = time.monotonic() + _POOL_EVERY_S
-            used = cache.counts().slots_used
+            counts = cache.counts()
+            slots, used = counts.slots_total, counts.slots_used
         self._metrics["pool_used_bytes"].set(used * pool.slot_bytes)
-        self._metrics["pool_bytes"].set(pool.slots * pool.slot_bytes)
+        self._metrics["pool_bytes"].set(slots * pool.slot_bytes)
 
     def off(self) -> None:
         """The cache is no longer in use."""

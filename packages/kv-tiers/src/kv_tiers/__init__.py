@@ -27,12 +27,4 @@ else:
         },
     )
 
-__all__ = [
-    "ColdConfig",
-    "HostConfig",
-    "HostPool",
-    "LocalCache",
-    "MonotonicClock",
-    "Tenant",
-    "build_local_cache",
-]
+__all__ = ["ColdConfig", "HostConfig", "HostPool", "LocalCache", "MonotonicClock", "Tenant", "build_local_cache"]

@@ -28,7 +28,7 @@ from kv_tiers.events.bus import Source
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import HostPool, check_capacity, pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import HandedOver, HostPool, check_capacity, pool_path, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, ReadsPrefixes, TierContext, TierFactory
@@ -72,7 +72,7 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
     extensions: Sequence[Extension] = (),
-    handed_over: tuple[str, int, int] | None = None,
+    handed_over: HandedOver | None = None,
 ) -> LocalCache:
     """A cache for chunks of one format.
 
@@ -83,23 +83,23 @@ def build_local_cache(
     shared: the pool has a descriptor by which other processes can map it (`HostPool.shared`), and no name.
     tenants: those with a quota have that much of the pool to themselves.
     extensions: what takes part in the cache besides its tiers.
-    handed_over: the name, slots and descriptor of another process's shared pool, to be used instead of a new one.
+    handed_over: another process's shared pool, to be used instead of a new one.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
     check_approximate(tiers, fingerprint)
     chunk_bytes = PayloadSizes(group_bytes).largest
-    slots = config.capacity_bytes // slot_bytes_for(chunk_bytes) if handed_over is None else handed_over[1]
+    slot_bytes = slot_bytes_for(chunk_bytes)
+    slots = config.capacity_bytes // slot_bytes if handed_over is None else handed_over.slots
     if slots < 1:
-        smallest = slot_bytes_for(chunk_bytes)
         raise ConfigError(
-            f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
-            f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for real use a thousand times "
-            "that"
+            f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {slot_bytes} "
+            f"({spelled(slot_bytes)}); write a capacity of at least {slot_bytes} bytes, and for real use a thousand "
+            "times that"
         )
     quotas = quotas_of(tenants)
-    policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_bytes)))
+    policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes))
     if config.name and not shared:
         pool = HostPool.named(
             config.name,
@@ -111,14 +111,16 @@ def build_local_cache(
         )
     elif shared:
         # Globally unique: a client that stays across a server's restart must not mistake the new pool for the old one.
-        name, _, descriptor = handed_over or (f"shared-{os.getpid()}-{secrets.token_hex(8)}", slots, -1)
+        name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
+        given = handed_over or HandedOver(name, slots, max(slots, config.max_capacity_bytes // slot_bytes), -1)
         pool = HostPool.shared(
-            name,
+            given.name,
             chunk_bytes,
             slots,
             group_bytes=group_bytes,
+            mapped_slots=given.mapped_slots,
             core_dump=config.core_dump,
-            descriptor=descriptor,
+            descriptor=given.descriptor,
         )
     else:
         # The name appears only in extents; this process has no other pool with this number.
@@ -164,7 +166,11 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
     """
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
-    check_capacity(config.capacity_bytes)
+    check_capacity(max(config.capacity_bytes, config.max_capacity_bytes))
+    if 0 < config.max_capacity_bytes < config.capacity_bytes:
+        raise ConfigError(
+            "host.max_capacity_bytes is less than host.capacity_bytes; write at least that, or leave it out"
+        )
     if config.name:
         pool_path(config.name)
     check_parts(tiers)

@@ -30,6 +30,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     capacity_bytes: Count = DEFAULT_CAPACITY_BYTES
     """Host memory for chunks, allocated as it is used. Rounded down to whole chunks."""
+    max_capacity_bytes: Bytes = 0
+    """How far `kv reload --take-over` may raise a kv-server's capacity, in address space only. 0: no further."""
     name: str = ""
     """Empty: the pool ends with its process. A name: it stays in shared memory (0600) for the next process."""
     lease_s: SomeSeconds = 300.0

@@ -481,7 +481,7 @@ def test_a_request_that_waits_uses_what_it_has_once(monkeypatch: pytest.MonkeyPa
     tower = Tower(slots=16)
     tower.store_below(KEYS)
     tower.store(KEYS[:3])
-    policy = tower.cache._host.share_of(KEYS[0].tenant).policy
+    policy = tower.cache._host.shares.of(KEYS[0].tenant).policy
     used: list[int] = []
     monkeypatch.setattr(policy, "used", lambda keys, slots: used.append(len(slots)))
     for _ in range(5):

@@ -198,8 +198,11 @@ class PrefixPolicy(SegmentsPolicy):
         if self._noted:
             self._process()
         super().removed(slot)
-        if self.order.rule is Rule.ARC:
-            self._balance()
+        self._balance()
+
+    def evicted(self, slots: Sequence[int]) -> None:
+        super().evicted(slots)
+        self._balance()
 
     def victim(self) -> int | None:
         if self._noted:

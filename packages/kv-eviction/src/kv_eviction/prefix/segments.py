@@ -7,7 +7,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import count, repeat, takewhile
+from itertools import count, islice, repeat, takewhile
 from typing import Final
 
 from kv_core.keys import ChunkKey
@@ -191,9 +191,9 @@ class AbsentChunks:
     def was_requested(self, key: ChunkKey) -> bool:
         return key in self._uses or key in self._uses_before
 
-    def evicted(self, segment: Segment, *, is_last_chunk: bool) -> None:
-        """A chunk of this segment was evicted. is_last_chunk: the segment has none now."""
-        self._evictions += 1
+    def evicted(self, segment: Segment, chunks: int, *, is_last_chunk: bool) -> None:
+        """Chunks of this segment were evicted. is_last_chunk: the segment has none now."""
+        self._evictions += chunks
         if is_last_chunk and segment.first_key is not None:
             segment.parent = None
             segment.evicted_at = self._evictions
@@ -237,9 +237,9 @@ class PrefixTree:
         """The segment of each chunk."""
         return self._segment_of.values()
 
-    def take(self, slot: int) -> Segment:
-        """Remove a slot from the index; the segment that it was in still lists it."""
-        return self._segment_of.pop(slot)
+    def take(self, slots: Iterable[int]) -> None:
+        """Remove slots from the index; the segments that they were in still list them."""
+        deque(map(self._segment_of.pop, slots), maxlen=0)
 
     def assign(self, slots: Collection[int], segment: Segment) -> None:
         """Append these slots to the segment, in place of the segments that they were in."""
@@ -444,20 +444,37 @@ class SegmentsPolicy(EvictionPolicy):
             self._tree.relink(slots)
 
     def removed(self, slot: int) -> None:
-        segment = self._tree.take(slot)
+        segment = self._tree.segment_of(slot)
+        if segment is self._offer and segment.ends_with(slot):
+            self.evicted((slot,))
+            return
+        self._offer = None
+        self._tree.take((slot,))
         self._once -= not segment.again
-        was_evicted = segment is self._offer and segment.ends_with(slot)
-        if not was_evicted:
-            self._offer = None
         if slot in self._excluded:
             self._excluded.remove(slot)
             return
         del segment.slots[slot]
         if not segment.slots:
+            self.order.emptied(segment)
+
+    def evicted(self, slots: Sequence[int]) -> None:
+        if (segment := self._offer) is None or not slots:
+            return
+        self._tree.take(slots)
+        for slot in slots:
+            del segment.slots[slot]
+        self._once -= 0 if segment.again else len(slots)
+        if not segment.slots:
             self._offer = None
             self.order.emptied(segment)
-        if was_evicted:  # a chunk that was forgotten is not expected to return
-            self._absent.evicted(segment, is_last_chunk=not segment.slots)
+        # Unlike a chunk that was forgotten, these may return.
+        self._absent.evicted(segment, len(slots), is_last_chunk=not segment.slots)
+
+    def victims(self, at_most: int) -> Iterable[int]:
+        if self.victim() is None or self._offer is None:
+            return ()
+        return islice(reversed(self._offer.slots), at_most)
 
     def victim(self) -> int | None:
         if self._offer is None:

@@ -93,13 +93,7 @@ class Mirror:
     """Safe to call from any thread. `holders`, `counts` and `nbytes` take no lock: a lookup or a report must not wait
     until a table of millions has been rebuilt."""
 
-    def __init__(
-        self,
-        *,
-        lease_s: float,
-        max_names: int,
-        max_hosts: int,
-    ) -> None:
+    def __init__(self, *, lease_s: float, max_names: int, max_hosts: int) -> None:
         """lease_s: how long a host is known after its last entry.
         max_names: (name, host) pairs. A host for whose names there is no room is left out.
         max_hosts: further ones are ignored.

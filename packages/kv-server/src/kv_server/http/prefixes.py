@@ -31,8 +31,7 @@ Name = Annotated[
 ]
 Key = Annotated[str, spelled_as(_HEX, "a key as kv keys prints it", description="As `kv keys` prints it.")]
 CoverageText = Annotated[
-    str,
-    spelled_as(r"(all|state|(window|local):[1-9][0-9]{0,9})", "all, state, window:TOKENS or local:TOKENS"),
+    str, spelled_as(r"(all|state|(window|local):[1-9][0-9]{0,9})", "all, state, window:TOKENS or local:TOKENS")
 ]
 Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
 

@@ -424,7 +424,7 @@ class Offers:
             reviewed = self._review_unused()
         is_below = self._lower.held_here(reviewed) if room_below else [False] * len(reviewed)
         with self._host.lock:
-            share = self._host.share_of(wanted[0].tenant)
+            share = self._host.shares.of(wanted[0].tenant)
             pairs = zip(wanted, held_here, strict=True)
             missing = [
                 key for key, is_here in pairs if not is_here and key not in doubted and not self._index.is_held(key)

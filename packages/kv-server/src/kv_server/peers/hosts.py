@@ -172,13 +172,7 @@ class PeerHosts:
     """All peers of one tier. Safe to call from any thread."""
 
     def __init__(
-        self,
-        hosts: Sequence[HostPort],
-        *,
-        token: bytes,
-        tls: TlsFiles | None,
-        resolve_s: float,
-        connect_s: float,
+        self, hosts: Sequence[HostPort], *, token: bytes, tls: TlsFiles | None, resolve_s: float, connect_s: float
     ) -> None:
         """Resolves no names yet."""
         self._token, self._tls = token, tls

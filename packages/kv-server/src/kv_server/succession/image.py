@@ -10,7 +10,7 @@ from typing import Final
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_tiers.cache.host import AT_ONCE, CacheTotals
+from kv_tiers.cache.host import CacheTotals
 from kv_tiers.cache.leases import ReadEntry, WriteEntry
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.changes import Change, ChangeLog
@@ -27,7 +27,7 @@ _OF_A_SESSION: Final = re.compile(r"\d+(l|/.*)", re.DOTALL)
 class PoolImage:
     """The chunks of a pool, and the pool.
 
-    format, name, slots: of the cache and its pool.
+    format, name, slots, mapped_slots: of the cache and its pool.
     keys, at: the chunks, the least worth first, and their slots.
     shapes: by key space, what a hit needs: tokens of a chunk, coverages as text, shards.
     """
@@ -35,6 +35,7 @@ class PoolImage:
     format: Format
     name: str
     slots: int
+    mapped_slots: int
     keys: list[ChunkKey]
     at: list[int]
     shapes: dict[bytes, tuple[int, list[str], int]]
@@ -99,7 +100,8 @@ class Passed:
             space_id: (shape.chunk_tokens, list(map(str, shape.groups)), shape.shards)
             for space_id, shape in shapes.items()
         }
-        return PoolImage(self._format, pool.name, pool.slots, [key_at[slot] for slot in ordered], ordered, spelled)
+        ordered_keys = [key_at[slot] for slot in ordered]
+        return PoolImage(self._format, pool.name, pool.slots, pool.mapped_slots, ordered_keys, ordered, spelled)
 
     def cache_image(self) -> CacheImage:
         """Under the lock. Raises `TierDown`: it cannot be taken now."""
@@ -201,8 +203,8 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
                 parts.holds.hold([slot], until_s, now_s)
                 if retained_s:
                     parts.holds.hold([slot], retained_s, now_s, retain=True)
-        cache.pool.take(used)
         cache.pool.places.moved.update(image.moved)
+        cache.pool.take(used)
         for name, count in asdict(image.totals).items():
             setattr(parts.totals, name, count)
         if image.record is not None:
@@ -210,6 +212,7 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
             cache.events.on = True
         host.adopted_parts.update(image.parts)
         host.doubt(image.unverified)
+        shares.note_over()  # these settings may have other quotas, and another capacity
 
 
 def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
@@ -227,11 +230,7 @@ def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
                 lane.discard(keys)
             parts.lower.spills.restore(number, image.waiting.get(name, ()))
         parts.lower.upgrades.adopt()
-        parts.host.shares.note_over()  # these settings may have other quotas
-    is_too_much = True
-    while is_too_much:
-        with parts.host.lock:
-            is_too_much = parts.host.trim(AT_ONCE)
+    cache.admin.trim()
 
 
 def end_others(cache: LocalCache) -> None:

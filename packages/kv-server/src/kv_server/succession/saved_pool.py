@@ -24,7 +24,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.pool.host_pool import pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import HandedOver, pool_path, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 from kv_tiers.threads import start_thread
 
@@ -56,16 +56,16 @@ def saved_path(name: str, cache: str) -> Path:
     return pool_path(f"{name}.{cache}")
 
 
-def open_saved(path: Path, wanted: Format, slots: int) -> tuple[tuple[str, int, int], SavedIndex | None]:
-    """The pool of these slots in this file, as for `build_local_cache`, and what the last server left there. Raises
-    `ConfigError`: another server has it, it is not ours alone, or it cannot be made."""
+def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tuple[HandedOver, SavedIndex | None]:
+    """The pool in this file, and what the last server left there. Raises `ConfigError`: another server has it, it is
+    not ours alone, or it cannot be made."""
     try:
         own_directory(path.parent, _REMEDY)
         descriptor = _open(path)
-        index = _take_index(path, wanted, slots)
-        nbytes = slots * slot_bytes_for(max(wanted[0]))
+        index = _take_index(path, wanted, mapped_slots)
+        nbytes = mapped_slots * slot_bytes_for(max(wanted[0]))
         if index is not None and os.fstat(descriptor).st_size == nbytes:
-            return (index.pool.name, slots, descriptor), index
+            return HandedOver(index.pool.name, slots, mapped_slots, descriptor), index
         if os.fstat(descriptor).st_size:
             _log.warning(
                 "pool %s starts empty: the last server did not end cleanly, or had another release, another format or "
@@ -76,7 +76,7 @@ def open_saved(path: Path, wanted: Format, slots: int) -> tuple[tuple[str, int, 
             os.close(descriptor)
             descriptor = _open(path)
         os.ftruncate(descriptor, nbytes)
-        return (f"saved-{token_hex(8)}", slots, descriptor), None
+        return HandedOver(f"saved-{token_hex(8)}", slots, mapped_slots, descriptor), None
     except OSError as error:
         raise ConfigError(f"the pool's file {path} cannot be used: {error.strerror}; {_REMEDY}") from None
 
@@ -88,6 +88,7 @@ def restore_saved(cache: LocalCache, index: SavedIndex) -> None:
     with cache.parts.host.lock:
         cache.parts.host.doubt(dict(zip(index.pool.at, index.checksums, strict=True)))
     end_others(cache)
+    cache.admin.trim()
     thread = threading.Thread(target=_verify, args=(cache, index.pool.at), name="kv-verify", daemon=True)
     if why := start_thread(thread):
         _log.info("the chunks that a server left are verified when they are looked up: %s", why)
@@ -149,7 +150,7 @@ def _verify(cache: LocalCache, slots: Sequence[int]) -> None:
                 parts.verify(doubtful)
 
 
-def _take_index(path: Path, wanted: Format, slots: int) -> SavedIndex | None:
+def _take_index(path: Path, wanted: Format, mapped_slots: int) -> SavedIndex | None:
     """Read the index and remove it."""
     index_path = _index_path(path)
     try:
@@ -162,7 +163,7 @@ def _take_index(path: Path, wanted: Format, slots: int) -> SavedIndex | None:
         index = decoded(body, SavedIndex)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return None
-    return index if (index.pool.format, index.pool.slots) == (wanted, slots) else None
+    return index if (index.pool.format, index.pool.mapped_slots) == (wanted, mapped_slots) else None
 
 
 def _index_path(path: Path) -> Path:

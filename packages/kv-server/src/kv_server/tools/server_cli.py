@@ -222,7 +222,7 @@ writes the result to the log.
 _EXAMPLES_OF_RELOAD: Final = """\
 examples:
   kv config kv.yaml && kv reload --config kv.yaml    # the file names the server
-  kv reload --name llama --take-over                 # for tiers, and all but the pool's size and name
+  kv reload --name llama --take-over                 # for tiers, and all but the pool's name
 
 The exit status is 0 if all of the file is in force, 1 if some of it needs more, and 2 if the file is wrong, in which
 case nothing has changed, or no server was found.

@@ -292,13 +292,17 @@ class Administration:
                 _let_others_in()
             with self._host.lock:
                 self._shares.end_move()
-            is_too_much = True
-            while is_too_much:
-                with self._host.lock:
-                    self._host.check_open()
-                    is_too_much = self._host.trim(AT_ONCE)
-                _let_others_in()
+            self.trim()
             warn_if_all_taken(self._shares)
+
+    def trim(self) -> None:
+        """Evict what shares have beyond their size and no lease keeps, a few chunks at a time."""
+        is_too_much = True
+        while is_too_much:
+            with self._host.lock:
+                self._host.check_open()
+                is_too_much = self._host.trim(AT_ONCE)
+            _let_others_in()
 
 
 def warn_if_all_taken(shares: Shares) -> None:

@@ -24,7 +24,7 @@ from kv_eviction.shares import Share, Shares
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.index.residency import Residency
-from kv_tiers.pool.directory import MAX_KEY_BYTES, NO_PARENT, least_worth_first
+from kv_tiers.pool.directory import NO_PARENT, least_worth_first
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier_state import Held
 
@@ -178,23 +178,10 @@ class HostTier:
         """From here `check_open` raises."""
         self.is_open = False
 
-    def share_of(self, tenant: bytes) -> Share:
-        """The share to which this tenant's chunks belong."""
-        return self.shares.of(tenant)
-
     def held(self) -> Held:
         """The chunks that lookups can find now."""
         by_group = self._index.by_group()
         return Held(max(by_group, default=0), self._index.payload_bytes(self.pool.sizes.of_group), by_group)
-
-    def check_keys(self, keys: Sequence[ChunkKey]) -> None:
-        """Without the lock.
-
-        Raises:
-            MisuseError: keys too long to be recorded in a named pool.
-        """
-        if self.pool.directory is not None and any(len(key) > MAX_KEY_BYTES for key in keys):
-            raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
 
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
         """Inform the policy that more of this chain is being stored and which of its chunks are resident; returns their
@@ -216,10 +203,6 @@ class HostTier:
             assert isinstance(policy, CoveragePolicy)
             self._index.demote(slot, policy)
 
-    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
-        """As `EvictionPolicy.refuses`, by the policy of the share that the chunk belongs to."""
-        return self.shares.of(key.tenant).policy.refuses(key, is_last=is_last)
-
     def why_full(self, tenant: bytes) -> str:
         """Why `reserve` has found no room for a chunk of this tenant."""
         share = self.shares.of(tenant)
@@ -234,12 +217,7 @@ class HostTier:
         return f"each of {whose} {used}"
 
     def reserve(
-        self,
-        keys: Sequence[ChunkKey],
-        protected: Collection[int],
-        skipped: set[int],
-        *,
-        may_refuse: bool = False,
+        self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int], *, may_refuse: bool = False
     ) -> list[int]:
         """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds
         no room.
@@ -289,11 +267,7 @@ class HostTier:
         return has_evicted
 
     def commit(
-        self,
-        keys: Sequence[ChunkKey],
-        slots: Sequence[int],
-        chain: Sequence[ChunkKey],
-        checksums: Sequence[bytes],
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], chain: Sequence[ChunkKey], checksums: Sequence[bytes]
     ) -> list[ChunkKey]:
         """Make chunks visible whose bytes are in place; returns those that can now be found. A chunk that was forgotten
         while being written stays hidden, and its slot is free.
@@ -354,7 +328,7 @@ class HostTier:
     def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> None:
         """of_bytes: the leases were for reading, and these slots have the bytes they read (`Residency.bytes_at`)."""
         excluded = self._index.excluded
-        freed = (self._index.unlease_bytes if of_bytes else self._index.unlease)(slots)
+        freed = self._index.unlease(slots, of_bytes=of_bytes)
         self.free(freed)
         if self.watcher is not None:
             self.watcher.unleased(slots, makes_room=bool(freed) or self._index.excluded < excluded)
@@ -391,7 +365,7 @@ class HostTier:
     def is_approximate(self, slot: int, parts: int) -> None:
         """Record for the next process that the chunk in this slot was decoded from this many first parts."""
         if self.pool.directory is not None:
-            self.pool.directory.is_approximate(self.pool.place(slot), parts)
+            self.pool.directory.is_approximate(self.pool.places.at(slot), parts)
 
     def exchange(self, slot: int, spare: int, checksum: bytes, parts: int) -> None:
         """From now on the chunk in this slot has the bytes of the spare one, which becomes free once no lease reads the
@@ -400,7 +374,7 @@ class HostTier:
         checksum: of the new bytes. parts: as above; 0: they are exact.
         """
         if self.pool.directory is not None:
-            self.pool.directory.move(self.pool.place(slot), self.pool.place(spare), checksum, parts)
+            self.pool.directory.move(self.pool.places.at(slot), self.pool.places.at(spare), checksum, parts)
         self._doubtful.pop(slot, None)
         self.pool.swap(slot, spare)
         if self._index.exchange(slot, spare):
@@ -501,7 +475,7 @@ class HostTier:
         for slot in slots:
             self._doubtful.pop(slot, None)
             if self.pool.directory is not None:
-                self.pool.directory.wipe(self.pool.place(slot))
+                self.pool.directory.wipe(self.pool.places.at(slot))
         if self.watcher is not None:
             self.watcher.left(slots)
 
@@ -519,8 +493,8 @@ class HostTier:
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             if slot not in freed:
                 parent_slot = None if (parent := parents[key]) is None else self._index.find(parent)
-                place = NO_PARENT if parent_slot is None else self.pool.place(parent_slot)
-                directory.write(self.pool.place(slot), key, place, checksum)
+                place = NO_PARENT if parent_slot is None else self.pool.places.at(parent_slot)
+                directory.write(self.pool.places.at(slot), key, place, checksum)
 
     def _adopt(self) -> None:
         """Take over the chunks that an earlier process left in a named pool."""

@@ -40,6 +40,7 @@ from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.events.changes import Changes
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.directory import MAX_KEY_BYTES
 from kv_tiers.pool.host_pool import HostPool
 
 _MAX_KEY_SPACES: Final = 64
@@ -88,13 +89,14 @@ class LocalCache:
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
             lambda slots: CoveragePolicy(make_share_policy(slots), self._bounded),
+            numbered=pool.mapped_slots,
         )
         for tenant, quota_bytes in (quotas or {}).items():
             shares.set_quota(tenant, quota_slots(quota_bytes, pool.slot_bytes))
             shares.end_move()
         warn_if_all_taken(shares)
         self._totals = CacheTotals()
-        self._index = Residency(pool.slots, shares)
+        self._index = Residency(pool.mapped_slots, shares)
         self._host = HostTier(pool, self._index, shares, self._totals, self.events)
         self._lock = self._host.lock
         self.lease_s = lease_s
@@ -247,7 +249,8 @@ class LocalCache:
         tiers: Sequence[str] | None = None,
     ) -> WriteLease:
         chain, lower, is_held = list(keys), self.lower.numbers(tiers), max(hold_s, retain_s) > 0
-        self._host.check_keys(chain)
+        if self.pool.directory is not None and any(len(key) > MAX_KEY_BYTES for key in chain):
+            raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
         now_s = self._clock.now_s()
         # What is held has to be in the pool.
         in_files = set() if self._direct is None or is_held else self._direct.holding(chain, lower)
@@ -267,7 +270,9 @@ class LocalCache:
             if not refuses_new:
                 slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
             refused = len(missing) - len(slots)
-            is_worth_less = bool(refused and by_worth and self._host.refuses(missing[len(slots)], is_last=refused == 1))
+            is_worth_less = bool(
+                refused and by_worth and self._host.shares.refuses(missing[len(slots)], is_last=refused == 1)
+            )
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
@@ -293,7 +298,9 @@ class LocalCache:
             reason = why or ("worth less than what the pool holds" if is_worth_less else "")
             refused_keys = missing[len(write.keys) :] if reason else ()
             self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, reason))
-        return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
+        return WriteLease(
+            LeaseId(write.number), tuple(write.keys), self.pool.places.extents(write.keys, write.slots), why
+        )
 
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
@@ -557,7 +564,7 @@ class LocalCache:
         number, read.nbytes, read.since = read.number, self.pool.sizes.total(keys), since
         if self.events.on_requests:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
-        return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
+        return ReadLease(LeaseId(number), tuple(keys), self.pool.places.extents(keys, slots))
 
     def _give_back(self, read: ReadEntry) -> None:
         if read.kind == "load":

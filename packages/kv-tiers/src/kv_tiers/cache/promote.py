@@ -560,7 +560,7 @@ class Promotions:
             self._query(
                 view, [chunk * stride + column for chunk in range(requested) for column in columns], wait, now_s
             )
-        room = self._host.share_of(view.keys[0].tenant).slots
+        room = self._host.shares.of(view.keys[0].tenant).slots
         prefix = fitting(shape, whole_prefix(shape, requested, view.has), room)
         others = shape.other_groups
         best = prefix

@@ -155,7 +155,7 @@ class Spills:
             if lower is not None and not lacking <= lower:
                 self._withheld[slot] = key, frozenset(lacking - lower)
         parents = parents_of(chain)
-        share = self._host.share_of(keys[0].tenant)
+        share = self._host.shares.of(keys[0].tenant)
         for number in sorted(lacking if lower is None else lacking & lower):
             tier = self._tiers[number]
             for key, slot in resident:
@@ -176,10 +176,10 @@ class Spills:
             if still_withheld := withheld - allowed:
                 self._withheld[slot] = key, still_withheld
             for number in sorted(withheld & allowed):
-                self._tiers[number].add(slot, _Waiting(key, parents.get(key)), self._host.share_of(key.tenant))
+                self._tiers[number].add(slot, _Waiting(key, parents.get(key)), self._host.shares.of(key.tenant))
                 added += 1
         if added:
-            self._submit_waiting(self._host.share_of(chain[0].tenant))
+            self._submit_waiting(self._host.shares.of(chain[0].tenant))
 
     def waiting(self) -> list[list[tuple[int, ChunkKey, ChunkKey | None]]]:
         """By tier, the chunks that it is still to get: the slot, the key and the parent's of each, oldest first."""
@@ -192,7 +192,7 @@ class Spills:
         """In a new cache: this tier is still to get these, as `waiting` lists them."""
         tier = self._tiers[number]
         for slot, key, parent in waiting if tier.mode != "never" else ():
-            tier.add(slot, _Waiting(key, parent), self._host.share_of(key.tenant))
+            tier.add(slot, _Waiting(key, parent), self._host.shares.of(key.tenant))
         for share in list(tier.queues):
             self._submit_waiting(share)
 

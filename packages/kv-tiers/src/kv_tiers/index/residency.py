@@ -234,7 +234,7 @@ class Residency:
 
     def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
         """Where the bytes that were leased in these slots are now: in the same slots, unless they have been replaced.
-        Call `unlease_bytes` with the result.
+        Call `unlease` with the result.
 
         since: what `lease_bytes` returned.
         """
@@ -247,13 +247,9 @@ class Residency:
         pairs = zip(slots, bytes_at, strict=True)
         return [slot for slot, place in pairs if place == slot or self._key_at[slot] == self._replaced.key_of(place)]
 
-    def unlease_bytes(self, bytes_at: Sequence[int]) -> list[int]:
-        """End one read lease on each; returns the slots that this frees."""
-        return self.unlease(bytes_at, _READ + 1)
-
-    def unlease(self, slots: Sequence[int], weight: int = 1) -> list[int]:
-        """End one lease on each slot; returns the slots that this frees."""
-        leases = self._leases
+    def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> list[int]:
+        """End one lease on each slot; returns the slots that this frees. of_bytes: it was by `lease_bytes`."""
+        leases, weight = self._leases, _READ + 1 if of_bytes else 1
         if not self._excluded and not self._leaving and not self._replaced:
             for slot in slots:
                 leases[slot] -= weight
@@ -387,11 +383,19 @@ class Residency:
         """
         policy = self._policy if policy is None else policy
         slots: list[int] = []
-        while len(slots) < wanted and (slot := self.victim(protected, skipped, policy)) is not None:
-            if arriving and policy.refuses(arriving[len(slots)], is_last=len(slots) == len(arriving) - 1):
+        while len(slots) < wanted:
+            run: list[int] = []
+            for number, slot in enumerate(policy.victims(wanted - len(slots)), len(slots)):
+                if self._leases[slot] or slot in protected:
+                    break
+                if arriving and policy.refuses(arriving[number], is_last=number == len(arriving) - 1):
+                    wanted = number
+                    break
+                run.append(slot)
+            if not run and self.victim(protected, skipped, policy) is None:
                 break
-            policy.removed(slot)
-            slots.append(slot)
+            policy.evicted(run)
+            slots += run
         self._move(slots, LifeEvent.EVICT)
         return {slot: self._hide(slot) for slot in slots}
 

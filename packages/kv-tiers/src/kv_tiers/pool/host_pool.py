@@ -18,13 +18,12 @@ import re
 import struct
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_core.errors import ConfigError, MisuseError
-from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.transfer import HostExtent
 
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
@@ -35,7 +34,7 @@ from kv_tiers.pool.private_files import open_locked, open_own_file, own_director
 
 _log = limited_logger(__name__)
 
-__all__ = ("PAGE_BYTES", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
+__all__ = ("PAGE_BYTES", "HandedOver", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
 
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 """The file system is full, or this user or control group has used up its quota of it."""
@@ -44,12 +43,23 @@ _LOCK: Final = struct.Struct("hhqqi4x")
 """The kernel's `struct flock`: type, whence, start, length, process."""
 
 
+class HandedOver(NamedTuple):
+    """A shared pool that another process has filled; `slots` may be others than it had there."""
+
+    name: str
+    slots: int
+    mapped_slots: int
+    descriptor: int
+
+
 class HostPool:
     """Slots of `slot_bytes` in one mapping; a chunk lies at the start of its slot.
 
     chunk_bytes: of the largest chunk. sizes: of every group's.
+    slots: how many may be in use. mapped_slots: how many the mapping has room for. What lies beyond `slots` is not
+        handed out: a chunk that an earlier process has left there stays until its slot is freed, and is in `above`.
 
-    Created by `anonymous`, `named` or `shared`. For one thread at a time, except `view` and `extents`.
+    Created by `anonymous`, `named` or `shared`. For one thread at a time, except `view` and `places`.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class HostPool:
         mapping: mmap.mmap,
         *,
         group_bytes: Sequence[int] = (),
+        mapped_slots: int = 0,
         file: int = -1,
         keeps_directory: bool = False,
         fingerprint: str = "",
@@ -71,7 +82,8 @@ class HostPool:
             raise ConfigError(f"chunks of {self.sizes.largest} bytes in a pool for chunks of {chunk_bytes}")
         self.chunk_bytes = self.sizes.largest
         self.slot_bytes = slot_bytes_for(chunk_bytes)
-        self.slots = slots
+        self.slots, self.mapped_slots = slots, mapped_slots or slots
+        self.above: set[int] = set()
         self.directory: PoolDirectory | None = None
         self._mapping = mapping if core_dump else keep_out(mapping)
         self._file = file
@@ -80,23 +92,22 @@ class HostPool:
         if keeps_directory:
             self._slots_offset = nbytes_for(slots)
             self.directory = PoolDirectory(
-                mapping,
-                sizes=self.sizes,
-                slot_bytes=self.slot_bytes,
-                slots=slots,
-                fingerprint=fingerprint,
+                mapping, sizes=self.sizes, slot_bytes=self.slot_bytes, slots=slots, fingerprint=fingerprint
             )
         self.view = memoryview(mapping)[self._slots_offset :]
         """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         self.knows_lent = True
         """Whether the system can say if a descriptor from `lend` is still in use."""
         self._closed = False
-        self._taken = bytearray(slots)
+        self._taken = bytearray(self.mapped_slots)
+        self.slots_used = 0
+        self.unused: list[int] = []
+        """Free places beyond `slots`, which may still have memory."""
         # Last in, first out: the slot that is most likely still in the processor's cache.
         self._returned: list[int] = []
         self._untouched_from = 0
-        self._backed = bytearray(slots)
-        self.places = Places(name, self.sizes, self.slot_bytes, slots)
+        self._backed = bytearray(self.mapped_slots)
+        self.places = Places(name, self.sizes, self.slot_bytes, self.mapped_slots)
         self._pages = PopulatedPages(mapping, self._slots_offset, slots * self.slot_bytes)
         if not keeps_directory:
             self._pages.reached(0)
@@ -117,15 +128,10 @@ class HostPool:
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise ConfigError(
-                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
-                "write a smaller capacity"
-            ) from None
+            raise _cannot_be_mapped(f"the host pool {name!r}", nbytes, error) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with suppress(OSError):  # the system has none
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:
-                _log.debug("pool %s has no huge pages: %s", name, error)
         return cls(name, chunk_bytes, slots, mapping, group_bytes=group_bytes, core_dump=core_dump)
 
     @classmethod
@@ -172,7 +178,7 @@ class HostPool:
             pool._start_directory(path, nbytes)
         except OSError as error:
             pool.close()  # else the lock would stay with us
-            raise _cannot_be_mapped(path, nbytes, error) from None
+            raise _cannot_be_mapped(f"the pool's file {path}", nbytes, error) from None
         pool._pages.reached(0)  # not before: a file of another geometry was truncated and extended again
         return pool
 
@@ -184,6 +190,7 @@ class HostPool:
         slots: int,
         *,
         group_bytes: Sequence[int] = (),
+        mapped_slots: int = 0,
         core_dump: bool = False,
         descriptor: int = -1,
     ) -> "HostPool":
@@ -193,13 +200,14 @@ class HostPool:
         sealed against truncation and growth, so that no process can take pages from under another.
 
         chunk_bytes, group_bytes, core_dump: as for `anonymous`.
+        mapped_slots: up to how many `slots` may be raised by a process that takes over; 0: no further.
         descriptor: of the pool of this name and size that another process hands over; -1: it is a new one. It is the
             pool's from now on.
 
         Raises:
             ConfigError: not enough memory.
         """
-        nbytes = _check_size(name, chunk_bytes, slots)
+        nbytes = _check_size(name, chunk_bytes, mapped_slots or slots)
         is_new = descriptor < 0
         file, is_sealed = _open_unnamed(name) if is_new else (descriptor, _is_sealed(descriptor))
         try:
@@ -215,15 +223,13 @@ class HostPool:
                 slots,
                 mmap.mmap(file, nbytes),
                 group_bytes=group_bytes,
+                mapped_slots=mapped_slots,
                 file=file,
                 core_dump=core_dump,
             )
         except OSError as error:
             os.close(file)
-            raise ConfigError(
-                f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
-                "write a smaller capacity"
-            ) from None
+            raise _cannot_be_mapped(f"the host pool {name!r}", nbytes, error) from None
         # A memfd is in no file system that other users could fill. Memory allocated slot by slot would be zeroed on the
         # calling thread, which in a server is the only one.
         pool._can_run_dry = not is_sealed
@@ -246,9 +252,9 @@ class HostPool:
             raise MisuseError(f"pool {self.name!r} is not shared, so it has no descriptor to hand out")
         return self._file
 
-    def lend(self, token: bytes) -> int:
-        """A new descriptor of a shared pool, for another process to map. `is_lent` with the same token says whether it
-        is still in use. The caller closes its copy.
+    def lend(self, token: bytes, *more: bytes) -> int:
+        """A new descriptor of a shared pool, for another process to map. `is_lent` with one of the tokens says whether
+        it is still in use. The caller closes its copy.
 
         Raises:
             OSError: this process may open no more descriptors.
@@ -258,7 +264,8 @@ class HostPool:
             # A description of its own, which lives as long as any descriptor or mapping that was made from it, in
             # whatever process; and the lock lives as long as the description.
             lent = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            fcntl.fcntl(lent, fcntl.F_OFD_SETLK, _lock_of(token, fcntl.F_RDLCK))
+            for number in (token, *more):
+                fcntl.fcntl(lent, fcntl.F_OFD_SETLK, _lock_of(number, fcntl.F_RDLCK))
         except OSError as error:
             if lent >= 0:
                 os.close(lent)
@@ -278,10 +285,6 @@ class HostPool:
         found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(token, fcntl.F_WRLCK))
         return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
-    @property
-    def slots_used(self) -> int:
-        return self._untouched_from - len(self._returned)
-
     def allocate(self) -> int | None:
         """A free slot, or None."""
         if self._returned:
@@ -293,25 +296,46 @@ class HostPool:
         else:
             return None
         self._taken[slot] = 1
+        self.slots_used += 1
         return slot
 
     def free(self, slot: int) -> None:
         if not self._taken[slot]:
             raise MisuseError(f"slot {slot} of pool {self.name!r} is free already")
         self._taken[slot] = 0
-        self._returned.append(slot)
+        self.slots_used -= 1
+        if (place := self.places.at(slot)) < self.slots:
+            self._returned.append(slot)
+        else:
+            self.above.discard(slot)
+            self.unused.append(place)
 
     def take(self, slots: Iterable[int]) -> None:
-        """Mark free slots as in use: an earlier process filled them."""
+        """Mark free slots as in use: an earlier process filled them. Call it again when `places` are known."""
         taken = set(slots)
         if any(self._taken[slot] for slot in taken):
             raise MisuseError(f"pool {self.name!r} has handed out some of these slots already")
         for slot in taken:
             self._taken[slot] = 1
-        first, self._untouched_from = self._untouched_from, max(self._untouched_from, max(taken, default=-1) + 1)
-        self._returned = [slot for slot in (*self._returned, *range(first, self._untouched_from)) if slot not in taken]
+        self.slots_used += len(taken)
+        self._untouched_from = max(self._untouched_from, max((*taken, *self.places.moved), default=-1) + 1)
+        moved = self.places.moved
+        beyond = {slot for slot in range(self.slots, self.mapped_slots) if slot not in moved}
+        beyond.update(slot for slot, place in moved.items() if place >= self.slots)
+        self.above = {slot for slot in beyond if self._taken[slot]}
+        self.unused = [self.places.at(slot) for slot in beyond - self.above]
+        self._returned = [n for n in range(self._untouched_from) if not self._taken[n] and n not in beyond]
         self._pages.reached(self._untouched_from * self.slot_bytes)
         self._pages.written(self._untouched_from * self.slot_bytes)
+
+    def give_back(self, nbytes: int) -> None:
+        """Free the memory of `unused` places of about so many bytes, at least one. No process may have it registered
+        with a device, which would go on with the old pages."""
+        for place in [self.unused.pop() for _ in self.unused[: max(1, nbytes // self.slot_bytes)]]:
+            try:
+                self._mapping.madvise(mmap.MADV_REMOVE, place * self.slot_bytes, self.slot_bytes)
+            except OSError as error:  # its file system cannot
+                _log.warning("pool %s cannot give memory back: %s", self.name, error.strerror)
 
     def back(self, slots: Iterable[int]) -> set[int]:
         """Have the file system allocate space for these slots; returns those for which it has none left.
@@ -341,17 +365,12 @@ class HostPool:
             )
         return unbacked
 
-    def place(self, slot: int) -> int:
-        """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
-        return self.places.at(slot)
-
     def swap(self, first: int, second: int) -> None:
         """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
         self.places.swap(first, second)
-
-    def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
-        """The extents of these chunks in these slots, each of its own size."""
-        return self.places.extents(keys, slots)
+        if first in self.above and self.places.at(first) < self.slots:
+            self.above.remove(first)
+            self.above.add(second)
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
@@ -503,8 +522,8 @@ def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap
         os.posix_fallocate(file, 0, nbytes - slots_bytes)  # the directory is written to at any time: see `back`
         return mmap.mmap(file, nbytes)
     except OSError as error:
-        raise _cannot_be_mapped(path, nbytes, error) from None
+        raise _cannot_be_mapped(f"the pool's file {path}", nbytes, error) from None
 
 
-def _cannot_be_mapped(path: Path, nbytes: int, error: OSError) -> ConfigError:
-    return ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}")
+def _cannot_be_mapped(what: str, nbytes: int, error: OSError) -> ConfigError:
+    return ConfigError(f"{what} of {spelled(nbytes)} cannot be mapped: {error.strerror}; write a smaller capacity")

@@ -16,17 +16,7 @@ from kv_eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool, check_capacity
-from kv_tiers.tier import (
-    ANY_CHUNKS,
-    Read,
-    Tier,
-    TierContext,
-    TierUsage,
-    WhenFull,
-    Write,
-    checked,
-    encoded_bytes,
-)
+from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, WhenFull, Write, checked, encoded_bytes
 from kv_tiers.tiers.index import ExtentIndex, IndexedTier, read_quotas
 from kv_tiers.tiers.space import Geometry, runs
 
