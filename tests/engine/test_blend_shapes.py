@@ -13,7 +13,7 @@ from kv_blend import request_fields
 from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker
 from kv_server.process import launch
-from kv_testing.documents import DOCUMENTS, FIRST, SECOND, Prompt
+from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SELECTIONS, Prompt
 from kv_testing.interleavings import live_through
 from kv_testing.tiny import TinyLlama
 
@@ -160,8 +160,8 @@ def test_windows_and_chunked_attention_without_vllms_hybrid_manager(
     exact = exact_answers(model)
     with started(model, cache=CACHE, connector="KVBlendConnector", disable_hybrid_kv_cache_manager=True) as inner:
         engine = Blending(inner.llm)
-        for select in ("first", "deviation"):
-            assert engine.blend([FIRST, SECOND], share=1.0, select=select) == [exact[FIRST], exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((1,))], share=0.0) == [exact[Prompt((1,))]]
         engine.blend([SECOND], share=0.0)
         assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 0}]

@@ -20,6 +20,7 @@ from kv_testing.documents import (
     DROPPED,
     FIRST,
     SECOND,
+    SELECTIONS,
     SYSTEM,
     UNCHANGED,
     WRONG_PLANS,
@@ -161,9 +162,9 @@ def test_a_plan_without_its_salt_is_refused(engine: Engine) -> None:
 
 
 def test_a_request_that_cannot_be_blended_is_computed_whole(engine: Engine, exact: dict[Prompt, Answer]) -> None:
-    answers, reports = blend(engine, [SECOND, FIRST], select="deviation")
+    answers, reports = blend(engine, [SECOND, FIRST], **SELECTIONS["question"])
     assert answers == [exact[SECOND], exact[FIRST]]
-    assert ["with deviation as its selection cannot be blended" in report["refused"] for report in reports] == [
+    assert ["with a selection by its question cannot be blended" in report["refused"] for report in reports] == [
         True
     ] * 2
 
