@@ -18,6 +18,7 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
+import itertools
 import json
 import math
 import os
@@ -288,16 +289,19 @@ def measure(
             if prompt.fact not in asked.tokenizer.decode(answer)
         }
         right = [pair for pair in zip(prompts, answers, strict=True) if pair[0].question not in wrong]
-        asked.ask([Asking(before)], lambda _tokens: {"kv_transfer_params": {}, "cache_salt": EDITED})
-        for name in ways if right else ():
-            found: list[tuple[list[int], list[Distribution]]] = []
-            for prompt, (answer, _) in right:
-                is_edited = about[prompt.question].kind == "edited"
-                fields = partial(blended, segments, before if is_edited else [], WAYS[name])
-                with patched(WAYS[name]):
-                    found += asked.ask([prompt], fields, [answer])
+        if "edited" in kinds:
+            asked.ask([Asking(before)], lambda _tokens: {"kv_transfer_params": {}, "cache_salt": EDITED})
+        for name, is_edited in itertools.product(ways, (False, True)):
+            these = [pair for pair in right if (about[pair[0].question].kind == "edited") is is_edited]
+            if not these:
+                continue
+            fields = partial(blended, segments, before if is_edited else [], WAYS[name])
+            with patched(WAYS[name]):
+                if "question" not in WAYS[name].options.values():  # else no two of them share their KV
+                    asked.ask([leaves_base], fields)
+                found = asked.ask([prompt for prompt, _ in these], fields, [answer for _, (answer, _) in these])
             are_equal: dict[int, bool] = {}
-            for (prompt, (answer, expected)), (_, got) in zip(right, found, strict=True):
+            for (prompt, (answer, expected)), (_, got) in zip(these, found, strict=True):
                 agree = [likeliest(at) == token for at, token in zip(got, answer, strict=True)]
                 are_equal[prompt.question] = are_equal.get(prompt.question, True) and all(agree)
                 cell = cells[about[prompt.question].kind][name]

@@ -19,7 +19,7 @@ from kv_blend.plan import KEY
 from kv_connect.engine import engines
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, LookupPlan
-from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, SELECTIONS, UNCHANGED, WRONG_PLANS, Prompt
+from kv_testing.documents import BEFORE, DROPPED, FIRST, QUESTION, SECOND, SELECTIONS, UNCHANGED, WRONG_PLANS, Prompt
 from kv_testing.wait import until
 
 
@@ -64,6 +64,33 @@ def test_documents_are_reused_in_any_order(engine: Blending, exact: dict[Prompt,
     forget_own_blocks(engine)
     assert engine.blend([SECOND, Prompt((3, 2, 1))]) == answers
     assert engine.blend([SECOND]) == answers[:1]  # from vLLM's own blocks, under the plan's salt
+
+
+def test_what_the_question_attends_to_is_computed_again(engine: Blending, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kv_blend.selection import Selection
+
+    seen, attended = [], Selection.attended
+
+    def watched(self: Selection, attention: Any) -> list[int]:
+        seen.append((attention, attended(self, attention)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Selection, "attended", watched)
+    engine.blend([FIRST])
+    answers = engine.blend([SECOND], **SELECTIONS["question"])
+    assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 177}]
+    ((attention, selected),) = seen
+    in_segments = [token for first, end in SECOND.segments for token in range(first, end)]
+    assert [token for token, given in enumerate(attention) if given >= 0] == in_segments
+    assert len(selected) == 177 and min(attention[selected]) >= attention[in_segments].sort().values[-177]
+    heads, layers = 8, 4
+    assert float(attention[in_segments].sum()) == pytest.approx(len(QUESTION) * heads * layers, rel=1e-4)
+    # What the question stood on meanwhile is as it was: with nothing else selected it is as without a question.
+    monkeypatch.setattr(Selection, "attended", lambda *_: [])
+    forget_own_blocks(engine)
+    reused = engine.blend([SECOND], **SELECTIONS["question"])
+    assert reused == engine.blend([SECOND], share=0.0)
+    assert reused != answers
 
 
 @pytest.mark.parametrize("select", SELECTIONS)

@@ -100,8 +100,11 @@ def test_whatever_decides_the_kv_is_in_its_salt(other: dict[str, Any]) -> None:
     salt = request_fields(SEGMENTS, tokens=600)["cache_salt"]
     assert request_fields(SEGMENTS, tokens=600, **other)["cache_salt"] != salt
     assert request_fields([(10, 300), (302, 500)], tokens=600)["cache_salt"] != salt
+    questions = [
+        request_fields(SEGMENTS, tokens=600, select="question", question=[number])["cache_salt"] for number in (7, 8)
+    ]
     edits = [request_fields(SEGMENTS, tokens=600, edits=[(9, 10, was)])["cache_salt"] for was in ([], [1], [2])]
-    assert len({salt, *edits}) == 4
+    assert len({salt, *questions, *edits}) == 6
     assert request_fields(SEGMENTS, tokens=700)["cache_salt"] == salt
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_blend.plan import BlendPlan, Moved
-from kv_blend.selection import Selection
+from kv_blend.selection import Selection, attention_of
 
 PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2)
 ALL = 1000
@@ -24,6 +24,16 @@ def test_what_is_attended_to_is_selected_of_all_segments_together() -> None:
     assert selection.attended(attention) == [5, 15, 17]
     attention[4:] = -1.0
     assert selection.attended(attention) == [3]
+
+
+def test_heads_that_share_keys_attend_each_for_itself() -> None:
+    torch.manual_seed(1)
+    queries, keys = torch.randn(3, 4, 8), torch.randn(5, 2, 8)
+    expected = torch.zeros(5)
+    for token in range(3):
+        for head in range(4):
+            expected += (0.5 * keys[:, head // 2] @ queries[token, head]).softmax(0)
+    torch.testing.assert_close(attention_of(queries.flatten(1), keys, 0.5), expected)
 
 
 def test_what_stands_at_the_start_in_both_texts_is_not_computed_again() -> None:

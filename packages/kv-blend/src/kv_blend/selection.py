@@ -61,3 +61,15 @@ class Selection:
             end = self.plan.end if end < 0 else end
             yield first, end
             first = end
+
+
+def attention_of(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """The attention of all queries and heads to each key, as if there were no others. queries: [tokens, heads ×
+    head_dim]. keys: [tokens, heads, head_dim]; several heads of queries share one. Float32."""
+    heads, head_dim = keys.shape[1:]
+    grouped = queries.reshape(len(queries), heads, -1, head_dim).float()
+    total = torch.zeros(len(keys), device=keys.device)
+    for head in range(heads):
+        weights = grouped[:, head].flatten(0, 1) @ keys[:, head].float().T
+        total += (weights * scale).softmax(-1).sum(0)
+    return total

@@ -10,7 +10,7 @@ question, it is computed behind them first.
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from kv_connect.engine import Engine
@@ -20,7 +20,7 @@ from kv_core.transfer import plan_transfer
 from kv_cuda.canary import LayerGroup
 
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
-from kv_blend.selection import Selection
+from kv_blend.selection import Selection, attention_of
 from kv_blend.vllm.forward import BatchEntry, EngineForward, attended
 from kv_blend.vllm.scheduler import BlendStep, Limits, SegmentStep
 from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
@@ -272,23 +272,11 @@ class Filler:
         moved = [its for its, each in zip(keys, selection.reused, strict=True) if not each.is_prefix]
         total = torch.zeros(len(tokens))
         for number, (name, layer) in enumerate(layers.items() if moved else ()):
-            its = torch.cat([each[number] for each in moved])
-            total += _attention_of(found[name][0], its, float(layer.impl.scale)).cpu()
+            its, impl = torch.cat([each[number] for each in moved]), cast(Any, layer.impl)
+            total += attention_of(found[name][0], its, impl.scale).cpu()
         yield Together(b"add attention", lambda: self._ranks.add(total))  # each rank has its own heads
         attention[tokens] = total
         return attention
-
-
-def _attention_of(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """The attention of all queries and heads to each key, as if there were no others. queries: [tokens, heads ×
-    head_dim]. keys: [tokens, heads, head_dim]; several heads of queries share one. Float32."""
-    heads, head_dim = keys.shape[1:]
-    grouped = queries.reshape(len(queries), heads, -1, head_dim).float()
-    total = torch.zeros(len(keys), device=keys.device)
-    for head in range(heads):
-        weights = grouped[:, head].flatten(0, 1) @ keys[:, head].float().T
-        total += (weights * scale).softmax(-1).sum(0)
-    return total
 
 
 def prove_rotations(
