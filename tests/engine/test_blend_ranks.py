@@ -41,7 +41,7 @@ def test_two_ranks_blend_and_go_on_whatever_one_of_them_does(tiny_llama: str, ex
             assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((2,))], share=0.0) == [exact[Prompt((2,))]]
         engine.blend([SECOND], **SELECTIONS["question"])  # each rank has the attention of its own heads
-        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 177}]
+        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 157}]
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
         engine.ask([BEFORE.tokens])
         everything = request_fields(**edited(BEFORE.tokens, SECOND.tokens), share=1.0)

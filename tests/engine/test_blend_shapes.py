@@ -51,7 +51,8 @@ def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
     with started(tiny_llama, cache=small, connector="KVBlendConnector") as inner:
         engine = Blending(inner.llm)
         assert engine.blend([Prompt((3, 2, 1))], share=0.0) != [exact[Prompt((3, 2, 1))]]  # some are reused
-        assert engine.blend([SECOND], share=1.0) == [exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([SECOND], share=1.0, **selection) == [exact[SECOND]]
         engine.assert_at_rest()
 
 
@@ -60,7 +61,8 @@ def test_a_long_plan_takes_several_steps_and_others_go_on(tiny_llama: str, exact
     arguments = {"max_num_batched_tokens": 512, "enable_prefix_caching": True}
     with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **arguments) as inner:
         engine = Blending(inner.llm)
-        assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((0,))], share=0.0) == [exact[Prompt((0,))]]
         long = request_fields([(40, 600)], tokens=len(FIRST.tokens))
         engine.blend([FIRST], fields=long)

@@ -3,16 +3,25 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blend.plan import BlendPlan, Moved
+from kv_blend.plan import BlendPlan, Edit, Moved
 from kv_blend.selection import Selection, attention_of
+from msgspec import structs
 
-PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2)
+PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2, behind="alone")
 ALL = 1000
 
 
 def test_the_share_is_of_each_segment_and_rounded_up() -> None:
     selection = Selection(PLAN, tuple(PLAN.moved))
     assert selection.first() == [3, 4, 15]
+
+
+def test_what_stands_where_it_was_computed_is_not_computed_again() -> None:
+    plan = structs.replace(PLAN, behind="prefix")
+    assert Selection(plan, tuple(plan.moved)).first() == [15]
+    assert Selection(plan, tuple(plan.moved)).attended(torch.arange(19.0)) == [18]
+    edited = structs.replace(PLAN, behind="prefix", edits=(Edit(2, 3, (7,)),))  # by another token, so nothing moved
+    assert [(each.distance, edited.recomputed(each)) for each in edited.moved] == [(0, 0), (0, 2), (0, 1)]
 
 
 def test_what_is_attended_to_is_selected_of_all_segments_together() -> None:

@@ -63,11 +63,6 @@ class Moved:
         """By how many positions they stand further on."""
         return self.first - self.source
 
-    @property
-    def is_prefix(self) -> bool:
-        """Whether their KV is exact, because nothing stands before them in either text."""
-        return self.first == self.source == 0
-
 
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the caller asks for.
@@ -75,7 +70,8 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: how many the prompt has. A plan made for another prompt is refused.
     segments: token ranges of the prompt, [first, end), in ascending order and without overlaps. Everything between them
         and behind them is computed for this request.
-    share: how much of each segment is computed again in its new context; 0: nothing, 1: everything.
+    share: how much of each segment is computed again in its new context; 0: nothing, 1: everything. Of one whose KV is
+        exact, as the first one's is behind its prefix, nothing is.
     select: which tokens those are: the segment's `first` ones (EPIC, arXiv 2410.15332), or those of all segments to
         which the `question` attends most (after ProphetKV, arXiv 2602.02579).
     behind: what a segment's reused KV was computed behind: nothing (`alone`), or the tokens before the first segment
@@ -184,9 +180,13 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How many tokens at the prompt's start every segment's KV was computed behind."""
         return self.segments[0][0] if self.behind == "prefix" else 0
 
+    def is_exact(self, moved: Moved) -> bool:
+        """Whether these tokens' KV is: they stand where it was computed, behind the same text."""
+        return not moved.distance and not (self.edits and moved.first)
+
     def recomputed(self, moved: Moved) -> int:
         """How many of these tokens are computed again."""
-        return 0 if moved.is_prefix else math.ceil(self.share * (moved.end - moved.first))
+        return 0 if self.is_exact(moved) else math.ceil(self.share * (moved.end - moved.first))
 
 
 def read_plan(params: object, salt: str | None, tokens: int | None) -> tuple[BlendPlan, str] | None:

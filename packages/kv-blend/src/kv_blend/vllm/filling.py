@@ -10,6 +10,7 @@ question, it is computed behind them first.
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from itertools import compress
 from typing import Any, Final, cast
 
 import torch
@@ -64,7 +65,7 @@ class Filler:
             reused = [(segment, lease) for segment, lease in zip(step.segments, leases, strict=True) if lease]
             selection = Selection(step.plan, tuple(segment.place for segment, _ in reused), step.computed)
             keys = [self._place(step, segment, lease) for segment, lease in reused]
-            if step.plan.select == "question" and step.plan.share:
+            if step.plan.select == "question" and any(step.plan.recomputed(each) for each in selection.reused):
                 attention = yield from self._attention(step, selection, keys)
                 selected = selection.attended(attention)
                 for segment, lease in reused:
@@ -267,11 +268,12 @@ class Filler:
         question = self._question(step)
         found = yield self._pass([question], lambda: attended(layers))
         attention = torch.full((step.plan.end,), -1.0)
-        places = [range(max(each.first, step.computed), each.end) for each in selection.reused if not each.is_prefix]
+        approximate = [not step.plan.is_exact(each) for each in selection.reused]
+        places = [range(max(each.first, step.computed), each.end) for each in compress(selection.reused, approximate)]
         tokens = torch.tensor([token for place in places for token in place], dtype=torch.int64)
-        moved = [its for its, each in zip(keys, selection.reused, strict=True) if not each.is_prefix]
+        moved = list(compress(keys, approximate))
         total = torch.zeros(len(tokens))
-        for number, (name, layer) in enumerate(layers.items() if moved else ()):
+        for number, (name, layer) in enumerate(layers.items()):
             its, impl = torch.cat([each[number] for each in moved]), cast(Any, layer.impl)
             total += attention_of(found[name][0], its, impl.scale).cpu()
         yield Together(b"add attention", lambda: self._ranks.add(total))  # each rank has its own heads
