@@ -16,11 +16,9 @@ def plan(*segments: tuple[int, int], **options: Any) -> BlendPlan:
 
 
 def test_only_whole_pages_behind_what_is_computed_again_are_given() -> None:
+    """Of the first segment, which is exact, nothing is."""
     given = given_pages(plan((40, 100), (101, 201), share=0.2), PAGE)
-    assert [(each.first, each.end, each.distance) for each in given] == [
-        (48, 96, 0),
-        (128, 192, 61),
-    ]  # the first is exact
+    assert [(each.first, each.end, each.distance) for each in given] == [(48, 96, 0), (128, 192, 61)]
     assert phase_ends(given) == [48, 128]
 
 
