@@ -83,7 +83,7 @@ def test_what_the_question_attends_to_is_computed_again(engine: Blending, monkey
     in_segments = [token for first, end in SECOND.segments[1:] for token in range(first, end)]  # the first is exact
     assert [token for token, given in enumerate(attention) if given >= 0] == in_segments
     assert len(selected) == 157 and min(attention[selected]) >= attention[in_segments].sort().values[-157]
-    heads, layers = 8, 4
+    heads, layers = 8, 2
     assert float(attention[in_segments].sum()) == pytest.approx(len(QUESTION) * heads * layers, rel=1e-4)
     # What the question stood on meanwhile is as it was: with nothing else selected it is as without a question.
     monkeypatch.setattr(Selection, "attended", lambda *_: [])

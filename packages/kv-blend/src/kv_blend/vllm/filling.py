@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import compress
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from kv_connect.engine import Engine
@@ -25,9 +25,6 @@ from kv_blend.selection import Selection, attention_of
 from kv_blend.vllm.forward import BatchEntry, EngineForward, attended
 from kv_blend.vllm.scheduler import BlendStep, Limits, SegmentStep
 from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
-
-_SELECTING: Final = 4
-"""Layers."""
 
 
 class Filler:
@@ -247,10 +244,10 @@ class Filler:
 
     @cached_property
     def _selecting(self) -> list[int]:
-        """The layers whose attention selects: a few in all depths, of those that see the whole prompt."""
+        """The layers whose attention selects: two in the middle, of those that see the whole prompt."""
         whole = [n for n, layer in enumerate(self._layers.values()) if not getattr(layer, "sliding_window", None)]
         whole = whole or list(range(len(self._layers)))
-        return sorted({whole[len(whole) * (2 * at + 1) // (2 * _SELECTING)] for at in range(_SELECTING)})
+        return sorted({whole[len(whole) // 3], whole[2 * len(whole) // 3]})
 
     def _question(self, step: BlendStep) -> BatchEntry:
         """The question, as at the prompt's end, but in the rows of segments' last tokens: it has no others yet."""
