@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "reused as they are, behind the system prompt": {"share": 0.0},
     "first 5 %": {"share": 0.05, "select": "first"},
     "first 15 %": {"share": 0.15, "select": "first"},
-    "deviation 15 %": {"share": 0.15, "select": "deviation"},
+    "question 15 %": {"share": 0.15, "select": "question"},
 }
 TIMED = {"vllm": {2048: 0.15, 6000: 0.08}, "sglang": {2048: 0.3, 6000: 0.2}}
 """Tokens of a prompt of eight documents, and how much of full prefill's time its first token may take."""
@@ -152,12 +152,13 @@ class Texts:
         tokens += self._question
         if not way:
             return Prompt(tokens, {FIELDS[self._engine]: WHOLE})
-        return Prompt(tokens, request_fields(segments, tokens=len(tokens), engine=self._engine, **WAYS[way]))
+        options = WAYS[way] | ({"question": self._question} if WAYS[way].get("select") == "question" else {})
+        return Prompt(tokens, request_fields(segments, tokens=len(tokens), engine=self._engine, **options))
 
 
 def measure_first_tokens(asked: Asked | AskedSGLang, rounds: int) -> list[Row]:
     rows = []
-    ways = [way for way in WAYS if asked.engine == "vllm" or "deviation" not in way]
+    ways = [way for way in WAYS if asked.engine == "vllm" or "question" not in way]
     for length, target in TIMED[asked.engine].items():
         texts = Texts(length, asked.engine)
         asked.ask(texts.all_documents())

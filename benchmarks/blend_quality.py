@@ -3,11 +3,12 @@
     .venvs/vllm/bin/python benchmarks/blend_quality.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--json]
 
 Documents are texts of this repository with a fact each, in an order that no request had before. Questions are about one
-of them (`inside`), about facts in two of them (`across`; the words between the facts are given), or ask for a summary
-(`open`). Full prefill answers each first. Then each way of blending is given the same prompt and has to say the same
-tokens, so that the engine's own probabilities can be compared at every token: KL is full prefill's divergence from the
-blended distribution over full prefill's twenty likeliest tokens, and an answer is equal if each of its tokens is the
-likeliest. Of `inside` and `across` only what full prefill answers rightly counts.
+of them (`inside`), about facts in two of them (`across`; the words between the facts are given), ask for a summary
+(`open`), or are about one of what is left of a conversation from which another document was dropped (`edited`). Full
+prefill answers each first. Then each way of blending is given the same prompt and has to say the same tokens, so that
+the engine's own probabilities can be compared at every token: KL is full prefill's divergence from the blended
+distribution over full prefill's twenty likeliest tokens, and an answer is equal if each of its tokens is the likeliest.
+Except of `open` only what full prefill answers rightly counts.
 
 Documents end where a block of vLLM's does, so that all questions about them share their KV in vLLM's own prefix cache.
 """
@@ -17,6 +18,7 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
+import itertools
 import json
 import math
 import os
@@ -44,17 +46,16 @@ COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "violet
 
 @dataclass(frozen=True)
 class Way:
-    """options: of the plan. is_moved: whether reused keys are. layer: by whose keys deviation is measured; None: it is
-    drawn at random."""
+    """options: of the plan. is_moved: whether reused keys are. is_drawn: whether the selection is drawn at random."""
 
     options: dict[str, Any]
     is_moved: bool = True
-    layer: int | None = 1
+    is_drawn: bool = False
 
     @property
     def tenant(self) -> str:
         """Apart from those whose plans are equal."""
-        return f"{self.is_moved} {self.layer}"
+        return f"{self.is_moved} {self.is_drawn}"
 
 
 WAYS = {
@@ -65,15 +66,16 @@ WAYS = {
     "first 16 tokens": Way({"share": 16 / 280, "select": "first"}),
     "first 15 %": Way({"share": 0.15, "select": "first"}),
     "first 30 %": Way({"share": 0.3, "select": "first"}),
-    "deviation 5 %": Way({"share": 0.05, "select": "deviation"}),
-    "deviation 15 %": Way({"share": 0.15, "select": "deviation"}),
-    "deviation 30 %": Way({"share": 0.3, "select": "deviation"}),
-    "deviation 30 %, of layer 12": Way({"share": 0.3, "select": "deviation"}, layer=12),
-    "drawn 30 %": Way({"share": 0.3, "select": "deviation"}, layer=None),
+    "question 5 %": Way({"share": 0.05, "select": "question"}),
+    "question 15 %": Way({"share": 0.15, "select": "question"}),
+    "question 30 %": Way({"share": 0.3, "select": "question"}),
+    "drawn 15 %": Way({"share": 0.15, "select": "question"}, is_drawn=True),
     "everything": Way({"share": 1.0}),
 }
-TOKENS = {"inside": 5, "across": 5, "open": 24}
+TOKENS = {"inside": 5, "across": 5, "open": 24, "edited": 5}
 """Of an answer, or of each of its facts, by the kind of its question."""
+EDITED = "edited"
+"""The tenant whose conversations are."""
 WHOLE = {"kv_transfer_params": {"kv_tiers": {"load": False, "store": False}}}
 Distribution = dict[int, float]
 
@@ -111,15 +113,18 @@ class Asked:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def ask(
-        self, prompts: "list[Asking]", fields: Callable[[int], dict[str, Any]], forced: list[list[int]] | None = None
+        self,
+        prompts: "list[Asking]",
+        fields: Callable[[list[int]], dict[str, Any]],
+        forced: list[list[int]] | None = None,
     ) -> list[tuple[list[int], list[Distribution]]]:
         """The answer to each, and each token's distribution as log-probabilities of the twenty likeliest. fields: of a
-        request with so many tokens."""
+        request with these tokens."""
         from vllm import SamplingParams, TokensPrompt
 
         inputs, samplings = [], []
         for number, each in enumerate(prompts):
-            its = fields(len(each.tokens))
+            its = fields(each.tokens)
             extra = {"kv_transfer_params": its["kv_transfer_params"]} | ({"forced": forced[number]} if forced else {})
             samplings.append(
                 SamplingParams(temperature=0, max_tokens=each.answer, ignore_eos=True, logprobs=20, extra_args=extra)
@@ -142,23 +147,20 @@ def patched(way: Way) -> Iterator[None]:
     import torch
     from kv_blend.rotations import Rotation
     from kv_blend.selection import Selection
-    from kv_blend.vllm.filling import Filler
 
-    def drawn(self: Selection, deviation: torch.Tensor) -> list[int]:
-        return deviating(self, torch.rand(deviation.shape, generator=torch.Generator().manual_seed(1)))
+    def drawn(self: Selection, attention: torch.Tensor) -> list[int]:
+        chances = torch.rand(attention.shape, generator=torch.Generator().manual_seed(1))
+        return attended(self, chances.where(attention >= 0, attention))
 
-    moved, deviating, measured = Rotation.moved, Selection.deviating, Filler._measured_layer
+    moved, attended = Rotation.moved, Selection.attended
     if not way.is_moved:
         Rotation.moved = lambda _self, keys, _distance: keys  # type: ignore[method-assign]
-    if way.layer is None:
-        Selection.deviating = drawn  # type: ignore[method-assign]
-    else:
-        Filler._measured_layer = property(lambda _self: way.layer)  # type: ignore[assignment,method-assign]
+    if way.is_drawn:
+        Selection.attended = drawn  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Rotation.moved, Selection.deviating = moved, deviating  # type: ignore[method-assign]
-        Filler._measured_layer = measured  # type: ignore[method-assign]
+        Rotation.moved, Selection.attended = moved, attended  # type: ignore[method-assign]
 
 
 def divergence(whole: Distribution, blended: Distribution) -> float:
@@ -218,7 +220,7 @@ class Texts:
         questions = []
         for name, code in facts:
             text = f"\nQuestion: What is the access code of the {name}?\nAnswer: the access code of the {name} is"
-            questions.append(Question("inside", ((text, code),)))
+            questions += [Question(kind, ((text, code),)) for kind in ("inside", "edited")]
         for (one, first), (other, second) in zip(facts, [*facts[1:], facts[0]], strict=True):
             text = f"\nQuestion: What is the access code of the {one}? And of the {other}?\n"
             text += f"Answer: the access code of the {one} is"
@@ -235,30 +237,43 @@ class Texts:
             tokens += document
         return tokens, segments
 
+    def longer(self, base: list[int]) -> list[int]:
+        """A conversation of which this prompt is left when a part of it is dropped."""
+        begin = self._draw.randrange(len(self._pieces) - 280)
+        at = len(self.system)
+        return [*base[:at], *self._pieces[begin : begin + 280], *base[at:]]
+
 
 def measure(
     asked: Asked, ways: list[str], kinds: list[str], questions: int, minutes: float, seed: int
 ) -> dict[str, dict[str, Cell]]:
     """By kind of question and way, for up to so many questions that full prefill answers rightly, or so long."""
-    from kv_blend import request_fields
+    from kv_blend import edited, request_fields
 
     texts = Texts(asked, seed)
     cells = {kind: {name: Cell() for name in ways} for kind in kinds}
     tried = dict.fromkeys(kinds, 0)
     until_s = time.monotonic() + 60 * minutes
 
-    def blended(segments: list[tuple[int, int]], way: Way, tokens: int) -> dict[str, Any]:
-        return request_fields(segments, tokens=tokens, tenant=way.tenant, **way.options)
+    def blended(segments: list[tuple[int, int]], before: list[int], way: Way, tokens: list[int]) -> dict[str, Any]:
+        """before: the conversation that was edited, behind which its KV was computed; empty: none."""
+        plan = way.options | {"segments": segments, "tokens": len(tokens)}
+        if before:
+            plan |= edited(before, tokens) | {"behind": "prefix"}
+        if plan.get("select") == "question":
+            plan["question"] = tokens[segments[-1][1] :]
+        return request_fields(**plan, tenant=EDITED if before else way.tenant)
 
     def done(kind: str) -> int:
         return len(cells[kind][ways[-1]].equal)
 
     base, segments = texts.prompt(texts.documents()[0])
     # This proves how keys move, before they do not.
-    asked.ask([Asking([*base, base[-1]])], partial(blended, segments, Way({})))
+    asked.ask([Asking([*base, base[-1]])], partial(blended, segments, [], Way({})))
     while time.monotonic() < until_s and any(done(kind) < questions for kind in kinds):
         documents, about = texts.documents()
         base, segments = texts.prompt(documents)
+        before = texts.longer(base)
         leaves_base = Asking([*base, base[-1]])
         prompts = [
             Asking(base + asked.encode(text), TOKENS[question.kind], number, fact)
@@ -274,13 +289,19 @@ def measure(
             if prompt.fact not in asked.tokenizer.decode(answer)
         }
         right = [pair for pair in zip(prompts, answers, strict=True) if pair[0].question not in wrong]
-        for name in ways if right else ():
-            fields = partial(blended, segments, WAYS[name])
+        if "edited" in kinds:
+            asked.ask([Asking(before)], lambda _tokens: {"kv_transfer_params": {}, "cache_salt": EDITED})
+        for name, is_edited in itertools.product(ways, (False, True)):
+            these = [pair for pair in right if (about[pair[0].question].kind == "edited") is is_edited]
+            if not these:
+                continue
+            fields = partial(blended, segments, before if is_edited else [], WAYS[name])
             with patched(WAYS[name]):
-                asked.ask([leaves_base], fields)
-                found = asked.ask([prompt for prompt, _ in right], fields, [answer for _, (answer, _) in right])
+                if "question" not in WAYS[name].options.values():  # else no two of them share their KV
+                    asked.ask([leaves_base], fields)
+                found = asked.ask([prompt for prompt, _ in these], fields, [answer for _, (answer, _) in these])
             are_equal: dict[int, bool] = {}
-            for (prompt, (answer, expected)), (_, got) in zip(right, found, strict=True):
+            for (prompt, (answer, expected)), (_, got) in zip(these, found, strict=True):
                 agree = [likeliest(at) == token for at, token in zip(got, answer, strict=True)]
                 are_equal[prompt.question] = are_equal.get(prompt.question, True) and all(agree)
                 cell = cells[about[prompt.question].kind][name]

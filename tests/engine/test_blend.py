@@ -19,7 +19,7 @@ from kv_blend.plan import KEY
 from kv_connect.engine import engines
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, LookupPlan
-from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, UNCHANGED, WRONG_PLANS, Prompt
+from kv_testing.documents import BEFORE, DROPPED, FIRST, QUESTION, SECOND, SELECTIONS, UNCHANGED, WRONG_PLANS, Prompt
 from kv_testing.wait import until
 
 
@@ -55,7 +55,7 @@ def halve_the_pool() -> None:
 
 def test_documents_are_reused_in_any_order(engine: Blending, exact: dict[Prompt, Answer]) -> None:
     engine.blend([FIRST])
-    assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 0, "recomputed_tokens": 177}]
+    assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 0, "recomputed_tokens": 132}]
     answers = engine.blend([SECOND, Prompt((3, 2, 1))])
     assert [report["held_tokens"] for report in engine.reports] == [1171, 871]
     assert engine.hits == [SECOND.segments[-1][1], Prompt((3, 2, 1)).segments[-1][1]]
@@ -66,13 +66,40 @@ def test_documents_are_reused_in_any_order(engine: Blending, exact: dict[Prompt,
     assert engine.blend([SECOND]) == answers[:1]  # from vLLM's own blocks, under the plan's salt
 
 
-@pytest.mark.parametrize("select", ["first", "deviation"])
+def test_what_the_question_attends_to_is_computed_again(engine: Blending, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kv_blend.selection import Selection
+
+    seen, attended = [], Selection.attended
+
+    def watched(self: Selection, attention: Any) -> list[int]:
+        seen.append((attention, attended(self, attention)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Selection, "attended", watched)
+    engine.blend([FIRST])
+    answers = engine.blend([SECOND], **SELECTIONS["question"])
+    assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 157}]
+    ((attention, selected),) = seen
+    in_segments = [token for first, end in SECOND.segments[1:] for token in range(first, end)]  # the first is exact
+    assert [token for token, given in enumerate(attention) if given >= 0] == in_segments
+    assert len(selected) == 157 and min(attention[selected]) >= attention[in_segments].sort().values[-157]
+    heads, layers = 8, 2
+    assert float(attention[in_segments].sum()) == pytest.approx(len(QUESTION) * heads * layers, rel=1e-4)
+    # What the question stood on meanwhile is as it was: with nothing else selected it is as without a question.
+    monkeypatch.setattr(Selection, "attended", lambda *_: [])
+    forget_own_blocks(engine)
+    reused = engine.blend([SECOND], **SELECTIONS["question"])
+    assert reused == engine.blend([SECOND], share=0.0)
+    assert reused != answers
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
 def test_a_prompt_of_which_everything_is_computed_again_is_exact(
     select: str, engine: Blending, exact: dict[Prompt, Answer]
 ) -> None:
     for order in (FIRST, SECOND, Prompt((1, 0))):
         for behind in ("prefix", "alone"):
-            assert engine.blend([order], share=1.0, select=select, behind=behind) == [exact[order]]
+            assert engine.blend([order], share=1.0, behind=behind, **SELECTIONS[select]) == [exact[order]]
 
 
 def test_a_segment_that_stands_where_it_was_computed_is_exact(engine: Blending, exact: dict[Prompt, Answer]) -> None:
@@ -93,18 +120,18 @@ KEPT = 1536 - DROPPED - UNCHANGED
 """Tokens of `BEFORE` behind what is dropped, in whole chunks."""
 
 
-@pytest.mark.parametrize("select", ["first", "deviation"])
+@pytest.mark.parametrize("select", SELECTIONS)
 def test_an_edited_conversation_keeps_what_follows_the_edit(
     select: str, engine: Blending, exact: dict[Prompt, Answer]
 ) -> None:
     engine.ask([BEFORE.tokens])
     edits = edited(BEFORE.tokens, SECOND.tokens)
-    assert engine.blend([SECOND], fields=request_fields(**edits, share=0.0, select=select)) != [exact[SECOND]]
+    assert engine.blend([SECOND], fields=request_fields(**edits, share=0.0, **SELECTIONS[select])) != [exact[SECOND]]
     assert engine.reports == [
         {"segment_tokens": len(SECOND.tokens) - 1, "held_tokens": UNCHANGED + KEPT, "recomputed_tokens": 0}
     ]
     assert engine.hits == [len(SECOND.tokens) - 1]
-    everything = request_fields(**edits, share=1.0, select=select)
+    everything = request_fields(**edits, share=1.0, **SELECTIONS[select])
     assert engine.blend([SECOND], fields=everything) == [exact[SECOND]]
     assert engine.reports[0]["recomputed_tokens"] == KEPT
     # What approximates has no exact name, and what was read under one is as it was.
@@ -193,7 +220,7 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
         assert why in engine.reports[0]["refused"]
 
 
-@pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_deviations"])
+@pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_attention"])
 def test_a_failure_at_any_step_costs_only_the_reuse(
     step: str, engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +230,7 @@ def test_a_failure_at_any_step_costs_only_the_reuse(
         raise RuntimeError("a bug of ours")
 
     monkeypatch.setattr(Filler, step, fails)
-    assert engine.blend([FIRST, SECOND], select="deviation") == [exact[FIRST], exact[SECOND]]
+    assert engine.blend([FIRST, SECOND], **SELECTIONS["question"]) == [exact[FIRST], exact[SECOND]]
     assert all("computed whole" in report["refused"] for report in engine.reports)
     monkeypatch.undo()
     forget_own_blocks(engine)

@@ -7,7 +7,7 @@ import pytest
 from blending import CACHE, Blending, exact_answers
 from engines import Answer, started
 from kv_blend import edited, request_fields
-from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, Prompt
+from kv_testing.documents import BEFORE, DROPPED, FIRST, SECOND, SELECTIONS, Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,11 @@ def two_ranks(model: str) -> Iterator[Blending]:
 @pytest.mark.timeout(300)
 def test_two_ranks_blend_and_go_on_whatever_one_of_them_does(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with two_ranks(tiny_llama) as engine:
-        for select in ("first", "deviation"):
-            assert engine.blend([FIRST, SECOND], share=1.0, select=select) == [exact[FIRST], exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((2,))], share=0.0) == [exact[Prompt((2,))]]
-        engine.blend([SECOND], select="deviation")  # each rank measures its own heads
-        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 177}]
+        engine.blend([SECOND], **SELECTIONS["question"])  # each rank has the attention of its own heads
+        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 157}]
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
         engine.ask([BEFORE.tokens])
         everything = request_fields(**edited(BEFORE.tokens, SECOND.tokens), share=1.0)

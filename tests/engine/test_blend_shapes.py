@@ -13,7 +13,7 @@ from kv_blend import request_fields
 from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker
 from kv_server.process import launch
-from kv_testing.documents import DOCUMENTS, FIRST, SECOND, Prompt
+from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SELECTIONS, Prompt
 from kv_testing.interleavings import live_through
 from kv_testing.tiny import TinyLlama
 
@@ -52,7 +52,8 @@ def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
     with started(tiny_llama, cache=small, connector="KVBlendConnector") as inner:
         engine = Blending(inner.llm)
         assert engine.blend([Prompt((3, 2, 1))], share=0.0) != [exact[Prompt((3, 2, 1))]]  # some are reused
-        assert engine.blend([SECOND], share=1.0) == [exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([SECOND], share=1.0, **selection) == [exact[SECOND]]
         engine.assert_at_rest()
 
 
@@ -61,7 +62,8 @@ def test_a_long_plan_takes_several_steps_and_others_go_on(tiny_llama: str, exact
     arguments = {"max_num_batched_tokens": 512, "enable_prefix_caching": True}
     with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **arguments) as inner:
         engine = Blending(inner.llm)
-        assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((0,))], share=0.0) == [exact[Prompt((0,))]]
         long = request_fields([(40, 600)], tokens=len(FIRST.tokens))
         engine.blend([FIRST], fields=long)
@@ -161,8 +163,8 @@ def test_windows_and_chunked_attention_without_vllms_hybrid_manager(
     exact = exact_answers(model)
     with started(model, cache=CACHE, connector="KVBlendConnector", disable_hybrid_kv_cache_manager=True) as inner:
         engine = Blending(inner.llm)
-        for select in ("first", "deviation"):
-            assert engine.blend([FIRST, SECOND], share=1.0, select=select) == [exact[FIRST], exact[SECOND]]
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((1,))], share=0.0) == [exact[Prompt((1,))]]
         engine.blend([SECOND], share=0.0)
         assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 0}]

@@ -20,6 +20,7 @@ from kv_testing.documents import (
     DROPPED,
     FIRST,
     SECOND,
+    SELECTIONS,
     SYSTEM,
     UNCHANGED,
     WRONG_PLANS,
@@ -91,7 +92,11 @@ def test_a_prompt_of_which_everything_is_computed_again_is_exact(engine: Engine,
     for behind in ("prefix", "alone"):
         answers, reports = blend(engine, prompts, share=1.0, behind=behind)
         assert answers == [exact[prompt] for prompt in prompts]
-        assert [report["recomputed_tokens"] for report in reports] == [each.documents_tokens for each in prompts]
+        # The first one stands where it was computed.
+        exact_tokens = [aligned_tokens(Prompt(each.order[:1])) if behind == "prefix" else 0 for each in prompts]
+        assert [report["recomputed_tokens"] for report in reports] == [
+            each.documents_tokens - tokens for each, tokens in zip(prompts, exact_tokens, strict=True)
+        ]
 
 
 def test_a_segment_that_stands_where_it_was_computed_is_exact(
@@ -161,9 +166,9 @@ def test_a_plan_without_its_salt_is_refused(engine: Engine) -> None:
 
 
 def test_a_request_that_cannot_be_blended_is_computed_whole(engine: Engine, exact: dict[Prompt, Answer]) -> None:
-    answers, reports = blend(engine, [SECOND, FIRST], select="deviation")
+    answers, reports = blend(engine, [SECOND, FIRST], **SELECTIONS["question"])
     assert answers == [exact[SECOND], exact[FIRST]]
-    assert ["with deviation as its selection cannot be blended" in report["refused"] for report in reports] == [
+    assert ["with a selection by its question cannot be blended" in report["refused"] for report in reports] == [
         True
     ] * 2
 

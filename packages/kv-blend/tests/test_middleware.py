@@ -79,6 +79,12 @@ def test_documents_between_separators_become_segments(path: str) -> None:
     assert server.paths == [f"{root}/tokenize", f"{root}/tokenize", path]
 
 
+def test_what_follows_the_last_document_is_the_question() -> None:
+    _, sent = post({"prompt": "sys | one | ask more", "kv_blend": {"separator": "|", "select": "question"}})
+    fields = request_fields([(2, 3)], tokens=6, select="question", question=[5, 4, 7])
+    assert sent["cache_salt"] == fields["cache_salt"]
+
+
 def test_sglang_has_its_own_field_for_a_plan() -> None:
     request = {"prompt": "sys | one | ask", "custom_params": {"kv_tiers": {"store": False}}}
     _, sent = post(request | {"kv_blend": {"separator": "|"}}, engine="sglang")
@@ -124,6 +130,7 @@ def test_other_requests_pass_as_they_came(body: Any) -> None:
         ("sys \x00 one \x00 ask", {"separator": "\x00"}, "cannot be found"),  # of which this tokenizer makes nothing
         ("sys | one | ask", {"separator": "|", "tenant": "acme"}, "tenant cannot be given together"),
         ("sys | one | ask", {"separator": "|", "segments": [(0, 1)]}, "segments cannot be given together"),
+        ("sys | one | ask", {"separator": "|", "question": [4]}, "question cannot be given together"),
         ("sys | one | ask", "all", "kv_blend is not an object"),
         ([1, 2, 3], {"separator": "|"}, "the prompt has 0 separators"),
     ],

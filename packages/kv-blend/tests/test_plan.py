@@ -93,15 +93,18 @@ def test_an_edit_that_is_none_is_said(before: list[int], now: list[int], why: st
         edited(before, now)
 
 
-@pytest.mark.parametrize("other", [{"share": 0.2}, {"select": "deviation"}, {"behind": "alone"}])
+@pytest.mark.parametrize("other", [{"share": 0.2}, {"select": "question", "question": [7]}, {"behind": "alone"}])
 def test_whatever_decides_the_kv_is_in_its_salt(other: dict[str, Any]) -> None:
     """Or two requests with equal tokens and different KV would share the engine's blocks. The next turn of a
     conversation shares them."""
     salt = request_fields(SEGMENTS, tokens=600)["cache_salt"]
     assert request_fields(SEGMENTS, tokens=600, **other)["cache_salt"] != salt
     assert request_fields([(10, 300), (302, 500)], tokens=600)["cache_salt"] != salt
+    questions = [
+        request_fields(SEGMENTS, tokens=600, select="question", question=[number])["cache_salt"] for number in (7, 8)
+    ]
     edits = [request_fields(SEGMENTS, tokens=600, edits=[(9, 10, was)])["cache_salt"] for was in ([], [1], [2])]
-    assert len({salt, *edits}) == 4
+    assert len({salt, *questions, *edits}) == 6
     assert request_fields(SEGMENTS, tokens=700)["cache_salt"] == salt
 
 
@@ -138,6 +141,9 @@ def test_a_plan_for_another_prompt_is_refused() -> None:
         ({"segments": [(-1, 5)]}, "Expected `int` >= 0"),
         ({"segments": [(0, 5)], "share": 1.5}, "Expected `float` <= 1"),
         ({"segments": [(0, 5)], "select": "best"}, "Invalid enum value 'best'"),
+        ({"segments": [(0, 5)], "select": "question"}, "needs the tokens of the `question`"),
+        ({"segments": [(0, 5)], "question": [1]}, "needs the tokens of the `question`"),
+        ({"segments": [(0, 5)], "select": "question", "question": [1] * 257}, "257 tokens; it can have 256"),
         ({"segments": [(0, 5)], "depth": 1}, "unknown field `depth`"),
         ({"segments": [(5, 9)], "edits": [(4, 4, [])]}, "edit 0 at token 4 neither removes nor adds a token"),
         ({"segments": [(5, 9)], "edits": [(4, 3, [1])]}, r"edit 0 is \[4, 3\), which is no range behind token 0"),

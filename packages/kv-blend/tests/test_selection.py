@@ -3,26 +3,51 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blend.plan import BlendPlan, Moved
-from kv_blend.selection import Selection
+from kv_blend.plan import BlendPlan, Edit, Moved
+from kv_blend.selection import Selection, attention_of
+from msgspec import structs
 
-PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2)
+PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2, behind="alone")
 ALL = 1000
 
 
 def test_the_share_is_of_each_segment_and_rounded_up() -> None:
     selection = Selection(PLAN, tuple(PLAN.moved))
     assert selection.first() == [3, 4, 15]
-    deviation = torch.zeros(19)
-    deviation[[0, 5, 14, 18]] = torch.tensor([9.0, 1.0, 9.0, 1.0])
-    deviation[12] = 2.0
-    assert selection.deviating(deviation) == [5, 12, 18]
+
+
+def test_what_stands_where_it_was_computed_is_not_computed_again() -> None:
+    plan = structs.replace(PLAN, behind="prefix")
+    assert Selection(plan, tuple(plan.moved)).first() == [15]
+    assert Selection(plan, tuple(plan.moved)).attended(torch.arange(19.0)) == [18]
+    edited = structs.replace(PLAN, behind="prefix", edits=(Edit(2, 3, (7,)),))  # by another token, so nothing moved
+    assert [(each.distance, edited.recomputed(each)) for each in edited.moved] == [(0, 0), (0, 2), (0, 1)]
+
+
+def test_what_is_attended_to_is_selected_of_all_segments_together() -> None:
+    selection = Selection(PLAN, tuple(PLAN.moved))
+    attention = torch.full((19,), -1.0)
+    attention[3:13], attention[15:19] = 0.0, torch.tensor([0.4, 0.1, 0.3, 0.2])
+    assert selection.attended(attention) == [15, 17, 18]
+    attention[5] = 0.5
+    assert selection.attended(attention) == [5, 15, 17]
+    attention[4:] = -1.0
+    assert selection.attended(attention) == [3]
+
+
+def test_heads_that_share_keys_attend_each_for_itself() -> None:
+    torch.manual_seed(1)
+    queries, keys = torch.randn(3, 4, 8), torch.randn(5, 2, 8)
+    expected = torch.zeros(5)
+    for token in range(3):
+        for head in range(4):
+            expected += (0.5 * keys[:, head // 2] @ queries[token, head]).softmax(0)
+    torch.testing.assert_close(attention_of(queries.flatten(1), keys, 0.5), expected)
 
 
 def test_what_stands_at_the_start_in_both_texts_is_not_computed_again() -> None:
     selection = Selection(PLAN, (Moved(0, 13, 0), Moved(15, 19, 40)))
     assert selection.first() == [15]
-    assert selection.deviating(torch.arange(19.0)) == [18]
     assert list(selection.batches([18], ALL, ALL)) == [[(13, 15), (18, 19)]]
 
 

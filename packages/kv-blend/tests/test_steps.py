@@ -16,16 +16,17 @@ def plan(*segments: tuple[int, int], **options: Any) -> BlendPlan:
 
 
 def test_only_whole_pages_behind_what_is_computed_again_are_given() -> None:
+    """Of the first segment, which is exact, nothing is."""
     given = given_pages(plan((40, 100), (101, 201), share=0.2), PAGE)
-    assert [(each.first, each.end, each.distance) for each in given] == [(64, 96, 0), (128, 192, 61)]
-    assert phase_ends(given) == [64, 128]
+    assert [(each.first, each.end, each.distance) for each in given] == [(48, 96, 0), (128, 192, 61)]
+    assert phase_ends(given) == [48, 128]
 
 
 def test_a_segment_without_a_whole_page_is_computed_with_what_is_around_it() -> None:
     given = given_pages(plan((0, 20), (30, 40), (48, 96), share=0.0), PAGE)
     assert [(each.number, each.first, each.end) for each in given] == [(0, 0, 16), (2, 48, 96)]
     assert phase_ends(given) == [48]
-    assert given_pages(plan((1, 65), share=1.0), PAGE) == []
+    assert given_pages(plan((1, 65), share=1.0, behind="alone"), PAGE) == []
 
 
 def test_pages_that_follow_each_other_need_no_phase_between_them() -> None:

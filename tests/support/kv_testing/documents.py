@@ -5,6 +5,8 @@ from dataclasses import dataclass
 SYSTEM = [5 + (31 * i) % 1900 for i in range(40)]
 DOCUMENTS = [[3 + ((17 * s + 7919) * i + s * s) % 2000 for i in range(n)] for s, n in enumerate((300, 410, 128, 333))]
 QUESTION = [9 + (977 * i) % 1900 for i in range(25)]
+SELECTIONS: dict[str, dict[str, object]] = {"first": {}, "question": {"select": "question", "question": QUESTION}}
+"""Options of a plan, by what they select."""
 
 
 @dataclass(frozen=True)

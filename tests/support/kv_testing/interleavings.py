@@ -14,13 +14,13 @@ from kv_blend import edited, request_fields
 from kv_core.errors import InputError
 from kv_server.process import ServerProcess, launch
 
-from kv_testing.documents import FIRST, SECOND, Prompt
+from kv_testing.documents import FIRST, SECOND, SELECTIONS, Prompt
 from kv_testing.peers import PATIENT
 from kv_testing.servers import ValkeyServer, free_port
 
 EXACT = [FIRST, SECOND, *(Prompt((at,)) for at in range(4)), Prompt((1, 0)), Prompt((3, 2, 1))]
 """The prompts that are drawn."""
-SELECTS = {"vllm": ["first", "deviation"], "sglang": ["first"]}
+SELECTS = {"vllm": ["first", "question"], "sglang": ["first"]}
 Answer = TypeVar("Answer")
 Ask = Callable[[Sequence[Prompt], Sequence[Mapping[str, Any]]], tuple[Sequence[Answer], Sequence[Any]]]
 """Asks an engine for prompts at once, each with its fields of `request_fields` or none. Returns the answers, and what
@@ -59,7 +59,7 @@ def interleave(
         for prompt in draw.choices(EXACT, k=draw.randint(2, 6)):
             plan: dict[str, Any] = {
                 "share": draw.choice([0.0, 0.15]),
-                "select": draw.choice(SELECTS[engine]),
+                **SELECTIONS[draw.choice(SELECTS[engine])],
                 "behind": draw.choice(["prefix", "alone"]),
             }
             segments: dict[str, Any] = {"segments": prompt.segments, "tokens": len(prompt.tokens)}

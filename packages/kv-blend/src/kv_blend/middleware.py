@@ -20,7 +20,7 @@ from typing import Any, Final
 from kv_core.asgi import App, Message, Receive, Scope, Send, endpoint_of, read_body, replay, with_length
 from kv_core.errors import InputError
 
-from kv_blend.plan import FIELDS, KEY, Engine, request_fields
+from kv_blend.plan import FIELDS, KEY, MAX_QUESTION, Engine, request_fields
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _TOKENIZE: Final = "/tokenize"
@@ -39,7 +39,7 @@ _TOKENIZE_FIELDS: Final = (
 _TEMPLATE_FIELDS: Final = ("documents", "reasoning_effort")
 """Fields of a chat request that vLLM passes to the chat template, and SGLang's `/tokenize` takes as they are."""
 _MAX_SEPARATOR: Final = 256
-_RESERVED: Final = {"edits", "segments", "tenant", "tokens"}
+_RESERVED: Final = {"edits", "question", "segments", "tenant", "tokens"}
 """What the middleware fills in itself."""
 
 
@@ -112,6 +112,8 @@ class SegmentsMiddleware:
             )
         between = itertools.pairwise(places)
         segments = [(first + len(mark), end) for first, end in between if end > first + len(mark)]
+        if options.get("select") == "question":
+            options["question"] = tokens[places[-1] :][-MAX_QUESTION:]
         fields = request_fields(segments, tokens=len(tokens), tenant=tenant, engine=self._engine, **options)
         request["cache_salt"] = fields["cache_salt"]
         request[field] = params | fields[field]

@@ -29,6 +29,8 @@ _VERSION: Final = 1
 _MAX_SEGMENTS: Final = 256
 """Each is a lookup on the engine's scheduler thread."""
 _MAX_EDITS: Final = 256
+MAX_QUESTION: Final = 256
+"""Tokens. Their attention to every token of the segments is computed at once."""
 _WINDOW: Final = 8
 """Tokens that are compared at once."""
 _LEAST_COMMON: Final = 32
@@ -61,11 +63,6 @@ class Moved:
         """By how many positions they stand further on."""
         return self.first - self.source
 
-    @property
-    def is_prefix(self) -> bool:
-        """Whether their KV is exact, because nothing stands before them in either text."""
-        return self.first == self.source == 0
-
 
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the caller asks for.
@@ -73,11 +70,13 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: how many the prompt has. A plan made for another prompt is refused.
     segments: token ranges of the prompt, [first, end), in ascending order and without overlaps. Everything between them
         and behind them is computed for this request.
-    share: how much of each segment is computed again in its new context; 0: nothing, 1: everything.
-    select: which tokens those are: the segment's `first` ones (EPIC, arXiv 2410.15332), or those whose keys in an early
-        layer deviate most from the reused ones (CacheBlend, arXiv 2405.16444).
+    share: how much of each segment is computed again in its new context; 0: nothing, 1: everything. Of one whose KV is
+        exact, as the first one's is behind its prefix, nothing is.
+    select: which tokens those are: the segment's `first` ones (EPIC, arXiv 2410.15332), or those of all segments to
+        which the `question` attends most (after ProphetKV, arXiv 2602.02579).
     behind: what a segment's reused KV was computed behind: nothing (`alone`), or the tokens before the first segment
         (`prefix`), such as a system prompt.
+    question: the tokens to select by, such as those that follow the last segment; at least their last ones.
     edits: how this prompt came from a conversation that exact requests have had computed. Then segments are what
         follows edits, their KV is what those requests stored, and what stands before the first edit is reused exactly.
     """
@@ -85,8 +84,9 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: Position
     segments: tuple[tuple[Position, Position], ...]
     share: Share = DEFAULT_SHARE
-    select: Literal["first", "deviation"] = "first"
+    select: Literal["first", "question"] = "first"
     behind: Literal["alone", "prefix"] = "prefix"
+    question: tuple[Token, ...] = ()
     edits: tuple[Edit, ...] = ()
 
     def check(self) -> None:
@@ -110,6 +110,13 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InputError(
                 f"{KEY}: the last segment ends at token {previous_end} of {self.tokens}; at least one token, such as "
                 "the question, must follow it"
+            )
+        if (self.select == "question") != bool(self.question):
+            raise InputError(f"{KEY}: select `question` needs the tokens of the `question`, and only it takes them")
+        if len(self.question) > min(MAX_QUESTION, self.tokens):
+            raise InputError(
+                f"{KEY}: the question has {len(self.question)} tokens; it can have {min(MAX_QUESTION, self.tokens)}: "
+                "give the last ones"
             )
         self._check_edits()
 
@@ -173,9 +180,13 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How many tokens at the prompt's start every segment's KV was computed behind."""
         return self.segments[0][0] if self.behind == "prefix" else 0
 
+    def is_exact(self, moved: Moved) -> bool:
+        """Whether these tokens' KV is: they stand where it was computed, behind the same text."""
+        return not moved.distance and not (self.edits and moved.first)
+
     def recomputed(self, moved: Moved) -> int:
         """How many of these tokens are computed again."""
-        return 0 if moved.is_prefix else math.ceil(self.share * (moved.end - moved.first))
+        return 0 if self.is_exact(moved) else math.ceil(self.share * (moved.end - moved.first))
 
 
 def read_plan(params: object, salt: str | None, tokens: int | None) -> tuple[BlendPlan, str] | None:
@@ -286,7 +297,7 @@ def segment_salt(tenant: str) -> str:
 
 def _digest(plan: BlendPlan) -> str:
     """Of all that decides the KV of the plan's prompt, so that a longer prompt with the same segments finds it."""
-    decides = (_VERSION, plan.segments, plan.share, plan.select, plan.behind, plan.edits)
+    decides = (_VERSION, plan.segments, plan.share, plan.select, plan.question, plan.behind, plan.edits)
     return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()[:32]
 
 

@@ -24,15 +24,12 @@ class Selection:
         """The first tokens of each segment, as many as its share."""
         return [token for each in self.reused for token in range(each.first, each.first + self.plan.recomputed(each))]
 
-    def deviating(self, deviation: torch.Tensor) -> list[int]:
-        """The tokens of each segment that deviate most, as many as its share. deviation: of every token up to the last
-        segment's end."""
-        chosen: list[int] = []
-        for each in self.reused:
-            if count := self.plan.recomputed(each):
-                found = torch.topk(deviation[each.first : each.end], count).indices + each.first
-                chosen += found.sort().values.tolist()
-        return chosen
+    def attended(self, attention: torch.Tensor) -> list[int]:
+        """The tokens to which most attention is given, as many as the share is of all segments. attention: to each
+        token up to the last segment's end; negative: it cannot be selected."""
+        count = sum(self.plan.recomputed(each) for each in self.reused)
+        found = torch.topk(attention, min(count, int((attention >= 0).sum())))
+        return list(found.indices.sort().values.tolist())
 
     def batches(self, selected: Iterable[int], most_tokens: int, most_runs: int) -> Iterator[list[tuple[int, int]]]:
         """What is computed when these tokens of segments are: runs [first, end), in order, in batches of at most so
@@ -64,3 +61,15 @@ class Selection:
             end = self.plan.end if end < 0 else end
             yield first, end
             first = end
+
+
+def attention_of(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """The attention of all queries and heads to each key, as if there were no others. queries: [tokens, heads ×
+    head_dim]. keys: [tokens, heads, head_dim]; several heads of queries share one. Float32."""
+    heads, head_dim = keys.shape[1:]
+    grouped = queries.reshape(len(queries), heads, -1, head_dim).float()
+    total = torch.zeros(len(keys), device=keys.device)
+    for head in range(heads):
+        weights = grouped[:, head].flatten(0, 1) @ keys[:, head].float().T
+        total += (weights * scale).softmax(-1).sum(0)
+    return total

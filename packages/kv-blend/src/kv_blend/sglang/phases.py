@@ -217,7 +217,7 @@ class Phases:
             "a session": bool(obj.session_params),
             "log-probabilities of its prompt": has_logprobs
             and any(start is not None and 0 <= start < longest - 1 for start in starts),
-            "deviation as its selection": any(each is not None and each.plan.select != "first" for each in blended),
+            "a selection by its question": any(each is not None and each.plan.select != "first" for each in blended),
         }
         return "; ".join(
             itertools.chain(

@@ -3,12 +3,15 @@
 In this order: segments that the cache lacks are computed behind their context, as batch entries in the request's own
 blocks, which nobody reads yet, and stored; those of an edited conversation are not, because their keys are exact
 requests' own. All segments are read from the pool, their keys moved to where they stand in this request, and written to
-its blocks. Then everything else, and the tokens selected in segments, are computed in their places.
+its blocks. Then everything else, and the tokens selected in segments, are computed in their places. To select by the
+question, it is computed behind them first.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cached_property
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from kv_connect.engine import Engine
@@ -18,8 +21,8 @@ from kv_core.transfer import plan_transfer
 from kv_cuda.canary import LayerGroup
 
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
-from kv_blend.selection import Selection
-from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
+from kv_blend.selection import Selection, attention_of
+from kv_blend.vllm.forward import BatchEntry, EngineForward, attended
 from kv_blend.vllm.scheduler import BlendStep, Limits, SegmentStep
 from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
 
@@ -57,23 +60,27 @@ class Filler:
                     leases[number] = self._lease(step, step.segments[number], holder)
             leases = yield from self._leased_by_all(leases)
             reused = [(segment, lease) for segment, lease in zip(step.segments, leases, strict=True) if lease]
-            keys = {segment: self._place(step, segment, lease) for segment, lease in reused}
+            selection = Selection(step.plan, tuple(segment.place for segment, _ in reused), step.computed)
+            keys = [self._place(step, segment, lease) for segment, lease in reused]
+            if step.plan.select == "question" and any(step.plan.recomputed(each) for each in selection.reused):
+                attention = yield from self._attention(step, selection, keys)
+                selected = selection.attended(attention)
+                for segment, lease in reused:
+                    if segment.place.end > self._question(step).row:
+                        self._place(step, segment, lease)
+            else:
+                selected = selection.first()
             are_good = [cache.release(lease) for _, lease in reused]  # each of them, whatever the first says
             if not all(are_good):
                 raise CannotBlendError("segments left the cache while they were read")
-            selection = Selection(step.plan, tuple(segment.place for segment, _ in reused), step.computed)
-            if step.plan.select == "first":
-                selected = selection.first()
-            elif step.plan.share:
-                selected = selection.deviating((yield from self._deviations(step, keys)))
-            else:
-                selected = []
-            for batch in selection.batches(selected, self._limits.tokens, self._limits.entries):
-                yield self._pass(
-                    [BatchEntry(step.blocks, step.tokens[first:end], first, first) for first, end in batch]
-                )
+            yield from self._batches(step, selection, selected)
         finally:
             cache.end(holder)
+
+    def _batches(self, step: BlendStep, selection: Selection, selected: Sequence[int]) -> Iterator[Together]:
+        """The passes that compute these tokens of segments, and what is around segments."""
+        for batch in selection.batches(selected, self._limits.tokens, self._limits.entries):
+            yield self._pass([BatchEntry(step.blocks, step.tokens[first:end], first, first) for first, end in batch])
 
     def _pass(
         self, entries: Sequence[BatchEntry], context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -204,9 +211,9 @@ class Filler:
             event.wait()
         cache.commit(lease)
 
-    def _place(self, step: BlendStep, segment: SegmentStep, lease: ReadLease) -> torch.Tensor:
-        """Write a segment's KV to its place in the request. Returns the moved keys of the layer by which deviation is
-        measured, [tokens, heads, head_dim], from the first token that the engine lacks."""
+    def _place(self, step: BlendStep, segment: SegmentStep, lease: ReadLease) -> list[torch.Tensor]:
+        """Write a segment's KV to its place in the request. Returns the moved keys of the layers whose attention
+        selects, [tokens, heads, head_dim] each, from the first token that the engine lacks."""
         cache, facts = self._engine.cache, self._engine.facts
         assert cache is not None and facts is not None and self._forward is not None
         heads, head_dim = self._group.row_shape
@@ -221,7 +228,7 @@ class Filler:
             for extent in lease.extents
         ]
         slots = self._forward.slots(step.blocks, begin, place.end)
-        measured = torch.empty(0)
+        selecting = []
         assert self._group.update is not None  # it proved the canonical format, which blending needs
         for number, rotation in enumerate(self._rotations):
             keys, values = (
@@ -229,38 +236,46 @@ class Filler:
             )
             moved = rotation.moved(keys, place.distance)
             self._group.update(number, {"k": moved, "v": values}, slots)
-            if number == self._measured_layer:
-                measured = moved
-        return measured
+            if number in self._selecting:
+                selecting.append(moved)
+        return selecting
 
     # What is computed again.
 
-    @property
-    def _measured_layer(self) -> int:
-        """The second: keys of the first depend on nothing but the token itself."""
-        return min(1, len(self._layers) - 1)
+    @cached_property
+    def _selecting(self) -> list[int]:
+        """The layers whose attention selects: two in the middle, of those that see the whole prompt."""
+        whole = [n for n, layer in enumerate(self._layers.values()) if not getattr(layer, "sliding_window", None)]
+        whole = whole or list(range(len(self._layers)))
+        return sorted({whole[len(whole) // 3], whole[2 * len(whole) // 3]})
 
-    def _deviations(
-        self, step: BlendStep, keys: Mapping[SegmentStep, torch.Tensor]
+    def _question(self, step: BlendStep) -> BatchEntry:
+        """The question, as at the prompt's end, but in the rows of segments' last tokens: it has no others yet."""
+        tokens = step.plan.question[-(step.plan.end - step.computed) :][-self._limits.tokens :]
+        return BatchEntry(step.blocks, tokens, step.plan.end - len(tokens), step.plan.tokens - len(tokens))
+
+    def _attention(
+        self, step: BlendStep, selection: Selection, keys: Sequence[Sequence[torch.Tensor]]
     ) -> Generator[Together, Any, torch.Tensor]:
-        """The squared distance of each token's reused key from the one that it has in this request, in forward passes
-        that end at the layer that is measured."""
-        deviation = torch.zeros(step.plan.end)
-        name = list(self._layers)[self._measured_layer]
-        exact = max((segment.place.end for segment in keys if segment.place.is_prefix), default=0)
-        for first in range(max(step.computed, exact), step.plan.end, self._limits.tokens):
-            end = min(first + self._limits.tokens, step.plan.end)
-            entry = BatchEntry(step.blocks, step.tokens[first:end], first, first)
-            found = yield self._pass([entry], lambda: keys_of({name: self._layers[name]}, last=name))
-            for segment, moved in keys.items():
-                begin = max(segment.place.first, step.computed)
-                low, high = max(begin, first), min(segment.place.end, end)
-                if low < high:
-                    fresh = found[name][low - first : high - first].reshape(high - low, *moved.shape[1:])
-                    difference = fresh.float() - moved[low - begin : high - begin].float()
-                    deviation[low:high] = difference.square().sum((1, 2)).cpu()
-        yield Together(b"add deviations", lambda: self._ranks.add(deviation))  # each rank has its own heads
-        return deviation
+        """The attention that the question gives to each token of segments; -1 to what is no segment's, or exact. keys:
+        what `_place` returned of each reused segment."""
+        yield from self._batches(step, selection, [])
+        names = list(self._layers)
+        layers = {names[number]: self._layers[names[number]] for number in self._selecting}
+        question = self._question(step)
+        found = yield self._pass([question], lambda: attended(layers))
+        attention = torch.full((step.plan.end,), -1.0)
+        approximate = [not step.plan.is_exact(each) for each in selection.reused]
+        places = [range(max(each.first, step.computed), each.end) for each in compress(selection.reused, approximate)]
+        tokens = torch.tensor([token for place in places for token in place], dtype=torch.int64)
+        moved = list(compress(keys, approximate))
+        total = torch.zeros(len(tokens))
+        for number, (name, layer) in enumerate(layers.items()):
+            its, impl = torch.cat([each[number] for each in moved]), cast(Any, layer.impl)
+            total += attention_of(found[name][0], its, impl.scale).cpu()
+        yield Together(b"add attention", lambda: self._ranks.add(total))  # each rank has its own heads
+        attention[tokens] = total
+        return attention
 
 
 def prove_rotations(
@@ -282,8 +297,8 @@ def prove_rotations(
     blocks, tokens = probe
 
     def keys_at(position: int) -> dict[str, torch.Tensor]:
-        with keys_of(layers) as measured:
+        with attended(layers) as given:
             forward.compute([BatchEntry(blocks, tokens, 0, position)])
-        return {name: keys.reshape(len(tokens), -1, head_dim).clone() for name, keys in measured.items()}
+        return {name: keys.reshape(len(tokens), -1, head_dim).clone() for name, (_, keys) in given.items()}
 
     return proven_rotations(forward.model, layers, keys_at(0), keys_at(distance), distance)

@@ -116,7 +116,7 @@ class EngineForward:
         for group in (group for groups in self._runner.attn_groups for group in groups):
             built = group.build_metadata(copy(common), 0)
             metadata.update(dict.fromkeys(group.layer_names, built))
-        # Compiled, the model would not call the hooks of `keys_of`, and would be compiled for new shapes.
+        # Compiled, the model would not call the hooks of `attended`, and would be compiled for new shapes.
         with set_forward_context(
             metadata,
             self._runner.vllm_config,
@@ -132,31 +132,21 @@ class EngineForward:
             )
 
 
-class _EnoughError(Exception):
-    """What was wanted has been computed."""
-
-
 @contextmanager
-def keys_of(layers: Mapping[str, torch.nn.Module], *, last: str = "") -> Iterator[dict[str, torch.Tensor]]:
-    """The keys, as rotated, that these attention layers are given while the body computes: [tokens, heads × head_dim].
-
-    last: end the forward pass once this layer has its keys; empty: compute all.
-    """
-    found: dict[str, torch.Tensor] = {}
+def attended(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """The queries and keys, as rotated, that these attention layers are given while the body computes: [tokens, heads ×
+    head_dim] each."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def recorder(name: str) -> Callable[..., None]:
         def record(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            found[name] = arguments[1]
-            if name == last:
-                raise _EnoughError
+            found[name] = (arguments[0], arguments[1])
 
         return record
 
     hooks = [layer.register_forward_pre_hook(recorder(name)) for name, layer in layers.items()]
     try:
         yield found
-    except _EnoughError:
-        pass
     finally:
         for hook in hooks:
             hook.remove()
