@@ -25,7 +25,7 @@ from kv_tiers.cache.admin import quota_slots
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import HandedOver, slot_bytes_for
+from kv_tiers.pool.host_pool import InheritedPool, slot_bytes_for
 from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import TierContext
 
@@ -168,7 +168,7 @@ class Caches:
         if self.peers_address is not None:
             side.publish(reads, self.peers_address)
 
-    def take_over(self, wanted: Format, given: HandedOver, quotas: QuotasSet) -> LocalCache:
+    def take_over(self, wanted: Format, given: InheritedPool, quotas: QuotasSet) -> LocalCache:
         """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed. Its capacity is
         that of the settings, if there is so much room in the pool.
 
@@ -274,7 +274,7 @@ class Caches:
         name = self.config.host.name
         return saved_path(name, cache_name(wanted)) if name else None
 
-    def _open_saved(self, wanted: Format) -> tuple[HandedOver, SavedIndex | None] | None:
+    def _open_saved(self, wanted: Format) -> tuple[InheritedPool, SavedIndex | None] | None:
         """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name. Raises
         `ConfigError`: it cannot be used."""
         path, host = self._saved_path(wanted), self.config.host
@@ -289,7 +289,7 @@ class Caches:
         if _close(cache) and path is not None and saved is not None:
             write_index(path, saved)
 
-    def _build(self, wanted: Format, handed_over: HandedOver | None = None) -> LocalCache:
+    def _build(self, wanted: Format, handed_over: InheritedPool | None = None) -> LocalCache:
         """Raises `ConfigError`: the settings cannot be honoured."""
         return build_local_cache(
             self.config.host,

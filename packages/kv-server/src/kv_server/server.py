@@ -37,7 +37,7 @@ from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.pool.host_pool import HandedOver
+from kv_tiers.pool.host_pool import InheritedPool
 from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
 from kv_server import wire
@@ -204,7 +204,7 @@ class CacheServer:
             if succession is not None:
                 quotas = succession.prepared.quotas_set()
                 for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
-                    given = HandedOver(image.name, image.slots, image.mapped_slots, descriptor)
+                    given = InheritedPool(image.name, image.slots, image.mapped_slots, descriptor)
                     cache = self.formats.take_over(image.format, given, quotas)
                     restore_pool(cache, image)
         except ConfigError:

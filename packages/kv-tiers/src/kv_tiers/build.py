@@ -28,7 +28,7 @@ from kv_tiers.events.bus import Source
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import HandedOver, HostPool, check_capacity, pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import InheritedPool, HostPool, check_capacity, pool_path, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, ReadsPrefixes, TierContext, TierFactory
@@ -72,7 +72,7 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
     extensions: Sequence[Extension] = (),
-    handed_over: HandedOver | None = None,
+    handed_over: InheritedPool | None = None,
 ) -> LocalCache:
     """A cache for chunks of one format.
 
@@ -112,7 +112,7 @@ def build_local_cache(
     elif shared:
         # Globally unique: a client that stays across a server's restart must not mistake the new pool for the old one.
         name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
-        given = handed_over or HandedOver(name, slots, max(slots, config.max_capacity_bytes // slot_bytes), -1)
+        given = handed_over or InheritedPool(name, slots, max(slots, config.max_capacity_bytes // slot_bytes), -1)
         pool = HostPool.shared(
             given.name,
             chunk_bytes,

@@ -24,7 +24,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.pool.host_pool import HandedOver, pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import InheritedPool, pool_path, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 from kv_tiers.threads import start_thread
 
@@ -56,7 +56,7 @@ def saved_path(name: str, cache: str) -> Path:
     return pool_path(f"{name}.{cache}")
 
 
-def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tuple[HandedOver, SavedIndex | None]:
+def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tuple[InheritedPool, SavedIndex | None]:
     """The pool in this file, and what the last server left there. Raises `ConfigError`: another server has it, it is
     not ours alone, or it cannot be made."""
     try:
@@ -65,7 +65,7 @@ def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tup
         index = _take_index(path, wanted, mapped_slots)
         nbytes = mapped_slots * slot_bytes_for(max(wanted[0]))
         if index is not None and os.fstat(descriptor).st_size == nbytes:
-            return HandedOver(index.pool.name, slots, mapped_slots, descriptor), index
+            return InheritedPool(index.pool.name, slots, mapped_slots, descriptor), index
         if os.fstat(descriptor).st_size:
             _log.warning(
                 "pool %s starts empty: the last server did not end cleanly, or had another release, another format or "
@@ -76,7 +76,7 @@ def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tup
             os.close(descriptor)
             descriptor = _open(path)
         os.ftruncate(descriptor, nbytes)
-        return HandedOver(f"saved-{token_hex(8)}", slots, mapped_slots, descriptor), None
+        return InheritedPool(f"saved-{token_hex(8)}", slots, mapped_slots, descriptor), None
     except OSError as error:
         raise ConfigError(f"the pool's file {path} cannot be used: {error.strerror}; {_REMEDY}") from None
 

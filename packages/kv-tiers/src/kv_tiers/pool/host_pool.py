@@ -34,7 +34,7 @@ from kv_tiers.pool.private_files import open_locked, open_own_file, own_director
 
 _log = limited_logger(__name__)
 
-__all__ = ("PAGE_BYTES", "HandedOver", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
+__all__ = ("PAGE_BYTES", "InheritedPool", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
 
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 """The file system is full, or this user or control group has used up its quota of it."""
@@ -43,7 +43,7 @@ _LOCK: Final = struct.Struct("hhqqi4x")
 """The kernel's `struct flock`: type, whence, start, length, process."""
 
 
-class HandedOver(NamedTuple):
+class InheritedPool(NamedTuple):
     """A shared pool that another process has filled; `slots` may be others than it had there."""
 
     name: str
