@@ -28,7 +28,7 @@ from kv_tiers.events.bus import Source
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import InheritedPool, HostPool, check_capacity, pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import HostPool, InheritedPool, check_capacity, pool_path, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, ReadsPrefixes, TierContext, TierFactory

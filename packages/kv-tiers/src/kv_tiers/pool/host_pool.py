@@ -34,7 +34,7 @@ from kv_tiers.pool.private_files import open_locked, open_own_file, own_director
 
 _log = limited_logger(__name__)
 
-__all__ = ("PAGE_BYTES", "InheritedPool", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
+__all__ = ("PAGE_BYTES", "HostPool", "InheritedPool", "check_capacity", "pool_path", "slot_bytes_for")
 
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 """The file system is full, or this user or control group has used up its quota of it."""
