@@ -262,12 +262,18 @@ def test_a_real_engine_stores_less_and_answers_alike(tiny_llama: str) -> None:
         assert seen["worker"]["loaded_tokens"] > 0 and seen["worker"]["chunks_stored"] <= copied
 
 
-@pytest.mark.slow
-def test_conversations_that_vllm_has_room_for_are_found_alike_and_copied_less(tiny_llama: str) -> None:
-    """A row of the table in docs/contracts/vllm.md."""
-    copied_and_loaded = []
+@pytest.mark.parametrize(
+    ("blocks", "pool", "expected"),
+    [(100, "64MiB", [(56, 704), (19, 704)]), (60, "2MiB", [(118, 640), (90, 3904)])],
+    ids=["much in vLLM's blocks", "little room in the pool"],
+)
+def test_conversations_are_found_alike_or_more_and_copied_less(
+    tiny_llama: str, blocks: int, pool: str, expected: list[tuple[int, int]]
+) -> None:
+    """Rows of the table in docs/contracts/vllm.md."""
+    copied_and_loaded, options = [], {"blocks": blocks, "save_decode": True, "host": {"capacity_bytes": pool}}
     for store in ("async", "lazy"):
-        oracle = Oracle(tiny_llama, blocks=100, save_decode=True, **(LAZY | {"store": store}))
+        oracle = Oracle(tiny_llama, **(LAZY | options | {"store": store}))
         talks = [[3 + (7 * i + 6 * number) % 41 for i in range(64)] for number in range(8)]
         for turn in range(5):
             for number, talk in enumerate(talks):
@@ -275,4 +281,4 @@ def test_conversations_that_vllm_has_room_for_are_found_alike_and_copied_less(ti
                 talk += oracle.generated[name] + [3 + (number * turn + i) % 37 for i in range(88)]
         copied_and_loaded.append((stored(oracle), oracle.loaded))
         oracle.close()
-    assert copied_and_loaded == [(56, 704), (19, 704)]
+    assert copied_and_loaded == expected
