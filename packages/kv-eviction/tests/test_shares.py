@@ -12,7 +12,7 @@ from kv_eviction.testing import PolicyContract
 from kv_testing.tenants import ANN
 
 
-class Divided:
+class Divided(EvictionPolicy):
     """`Shares` as whoever owns slots uses it: told of every slot before and after its chunk's time."""
 
     def __init__(self, shares: Shares) -> None:

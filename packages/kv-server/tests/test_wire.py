@@ -229,7 +229,7 @@ def test_a_cut_request_is_refused(request: wire.Request, cut: int) -> None:
         ["lookup", [62, "text"], "h", 1, False],
         ["register", "e", 0, "f", 1, {}, b"", [], [0, b""], False],
         ["register", "e", 1, "f", 0, {}, b"", [], [0, b""], False],
-        ["register", "e", 1, "f", 1, {str(n): "" for n in range(17)}, b"", [], [0, b""], False],
+        ["register", "e", 1, "f", 1, {str(n): "" for n in range(33)}, b"", [], [0, b""], False],
         ["register", "e", 1, "f", 1, {"a": "b" * 4097}, b"", [], [0, b""], False],
         ["register", "e", 1, "f", 1, {}, b"t" * 17, [], [0, b""], False],
         ["welcome", "0.1.0", 1],

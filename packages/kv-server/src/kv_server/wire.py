@@ -46,7 +46,7 @@ GroupBytes = Annotated[
 Format = tuple[tuple[int, ...], str]
 """The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
-Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=32)]
 
 # The facts of a client that its server reads. All others are for the engine's own processes. A server ignores those
 # that it does not know, so a new one needs no other version of the protocol.
