@@ -202,6 +202,20 @@ def test_the_control_with_one_name_for_both(
     forget_own_blocks(engine)
 
 
+def test_a_question_may_be_longer_than_what_is_left_but_has_the_prompts_tokens(
+    engine: Blending, exact: dict[Prompt, Answer]
+) -> None:
+    """An engine on a GPU does not survive a token that its model lacks."""
+    long = (QUESTION * 11)[:256]
+    short = request_fields([(40, 50), (51, 70)], tokens=len(SECOND.tokens), select="question", question=long)
+    engine.blend([SECOND], fields=short)
+    assert engine.reports == [{"segment_tokens": 29, "held_tokens": 0, "recomputed_tokens": 3}]
+    for number in range(2):
+        assert engine.blend([SECOND], share=1.0, select="question", question=long[number:]) == [exact[SECOND]]
+    assert engine.blend([SECOND], select="question", question=[*QUESTION, 1 << 30]) == [exact[SECOND]]
+    assert "the question has tokens that the prompt does not have" in engine.reports[0]["refused"]
+
+
 def test_a_request_that_needs_every_token_computed_is_refused(engine: Blending, exact: dict[Prompt, Answer]) -> None:
     assert engine.blend([SECOND], sampling={"prompt_logprobs": 1}) == [exact[SECOND]]
     assert "a request with log-probabilities of its prompt cannot be blended" in engine.reports[0]["refused"]

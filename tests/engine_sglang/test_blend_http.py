@@ -57,7 +57,8 @@ def complete(url: str, text: str, **options: Any) -> tuple[str, int]:
 
 def test_documents_in_the_text_are_reused_in_any_order(url: str) -> None:
     exact, _ = complete(url, text(0, 1))
-    assert complete(url, text(0, 1), share=1.0) == (exact, 0)
+    first_one = (4 + 300) // PAGE * PAGE  # stands where it was computed
+    assert complete(url, text(0, 1), share=1.0) == (exact, first_one)
     complete(url, text(0, 1), share=0.0)
     answer, cached = complete(url, text(1, 0), share=0.0)
     assert cached == (4 + 300 + 1 + 300) // PAGE * PAGE

@@ -76,7 +76,7 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         which the `question` attends most (after ProphetKV, arXiv 2602.02579).
     behind: what a segment's reused KV was computed behind: nothing (`alone`), or the tokens before the first segment
         (`prefix`), such as a system prompt.
-    question: the tokens to select by, such as those that follow the last segment; at least their last ones.
+    question: the tokens to select by, of the prompt, such as those that follow the last segment, or the last of them.
     edits: how this prompt came from a conversation that exact requests have had computed. Then segments are what
         follows edits, their KV is what those requests stored, and what stands before the first edit is reused exactly.
     """

@@ -254,6 +254,8 @@ class BlendScheduler:
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise InputError(f"{KEY}: a request with {', '.join(found)} cannot be blended")
+        if not set(plan.question) <= set(request.all_token_ids):  # vLLM has checked no others
+            raise InputError(f"{KEY}: the question has tokens that the prompt does not have")
         tokens = list(request.all_token_ids[: plan.end])
         tag = tenant_tag(tenant) if tenant else NO_TENANT
         exact = self._read_exact(request) if plan.edits else None
