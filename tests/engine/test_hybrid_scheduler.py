@@ -275,27 +275,13 @@ def test_a_generated_tokens_kv_under_a_reference_window_is_not_a_prompts(
     oracle.close(drain=False)
 
 
-ANY_ORDER = settings(
-    max_examples=6,
+@settings(
+    max_examples=16,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@ANY_ORDER
 @given(data=st.data())
 def test_anything_that_can_happen_in_any_order(tiny_llama: str, linear_model: str, data: st.DataObject) -> None:
-    in_any_order(tiny_llama, linear_model, data)
-
-
-@pytest.mark.slow
-@settings(ANY_ORDER, max_examples=30)
-@given(data=st.data())
-def test_much_more_of_it(tiny_llama: str, linear_model: str, data: st.DataObject) -> None:
-    in_any_order(tiny_llama, linear_model, data)
-
-
-def in_any_order(tiny_llama: str, linear_model: str, data: st.DataObject) -> None:
     """Requests come, grow, are aborted and preempted, loads fail, chunks of any group are forgotten."""
     kinds = data.draw(st.sampled_from(KINDS))
     has_states = "state" in kinds
