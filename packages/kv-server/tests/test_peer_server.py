@@ -394,8 +394,8 @@ def still_serves(server: ThreadedServer) -> bool:
 MESSAGES = [
     PeerHello("x", b""),
     PeerHolds(CONTEXT.namespace, pack_keys(KEYS)),
-    Fetch(CONTEXT.namespace, pack_keys(KEYS)),
-    Fetch("another namespace", pack_keys(KEYS)),
+    Fetch(CONTEXT.namespace, pack_keys(KEYS), staged=False),
+    Fetch("another namespace", pack_keys(KEYS), staged=True),
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
     PeerReceived(CONTEXT.namespace, pack_keys(KEYS)),
@@ -444,8 +444,8 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         HEADER.pack(MAX_REQUEST_BYTES + 1, VERSION),
         HEADER.pack((1 << 32) - 1, VERSION),
         HEADER.pack(10, VERSION + 1) + bytes(10),
-        frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
-        frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)), staged=False)),
+        frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10), staged=True)),
         frame(PeerReceived(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS), None)),
@@ -504,7 +504,7 @@ def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitSt
     cache.commit(cache.begin_store(KEYS[:1], "w"))
     stream = connected(ending, server)
     namespace = TierContext(nbytes, nbytes, "f").namespace
-    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 32)), time.monotonic() + 10)
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 32), staged=False), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     until(lambda: leased_slots(server) == [])
     until(lambda: served_by(server).connections == 0)
@@ -603,7 +603,7 @@ def test_a_server_that_stops_waits_for_no_peer(ending: ExitStack) -> None:
     cache.commit(cache.begin_store(KEYS[:1], "w"))
     stream = connected(ending, server)
     namespace = TierContext(nbytes, nbytes, "f").namespace
-    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8), staged=False), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     cache.close()
     server.close()  # and its pool is unmapped, which a lent slot would keep from happening
