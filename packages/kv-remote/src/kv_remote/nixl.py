@@ -128,7 +128,8 @@ class _Agent:
                     continue
             message = self._control.recv(_MAX_MESSAGE_BYTES)
             if len(message) > _READ.size:
-                self._control.send(self._read(*_READ.unpack_from(message), message[_READ.size :]))
+                address, nbytes = _READ.unpack_from(message)
+                self._control.send(self._read(message[_READ.size :], address, nbytes))
             elif message:
                 is_serving = message == _SERVE[True]
             else:
@@ -137,7 +138,7 @@ class _Agent:
     def _hears(self, within_s: float) -> bool:
         return bool(select.select([self._control], [], [], within_s)[0])
 
-    def _read(self, address: int, nbytes: int, metadata: bytes) -> bytes:
+    def _read(self, metadata: bytes, address: int, nbytes: int) -> bytes:
         try:
             if metadata not in self._hosts:
                 name = self._agent.add_remote_agent(metadata)

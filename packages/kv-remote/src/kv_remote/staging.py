@@ -25,7 +25,7 @@ ROOM_BYTES: Final = 32 << 20
 _ROOMS: Final = 8
 """Connections that have one at a time."""
 _PIECE_BYTES: Final = 4 << 20
-"""Of one transfer, so that a host that is gone is noticed within seconds, and bytes are copied while they are cached."""
+"""Of one transfer, so that a host that is gone is noticed within seconds, and bytes are copied while cached."""
 _SLOWEST_BYTES_PER_S: Final = 1e6
 _READERS: Final = 4
 """Processes of a tier; each thread of its lane uses one."""

@@ -88,8 +88,8 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
 
 
 def nixl_starter(security: PeerSecurity, where: str) -> Callable[[int], NixlProcess] | None:
-    """Starts a process of NIXL with this number of bytes. None: the settings do not allow it, or, which the log says, it
-    is not installed."""
+    """Starts a process of NIXL with so many bytes. None: the settings do not allow it, or it is not installed, as the
+    log then says."""
     if security.nixl and importlib.util.find_spec("nixl") is None:
         _log.warning("%s: chunks do not go by NIXL, which is not installed: pip install 'kv-server[nixl]'", where)
     elif security.nixl:

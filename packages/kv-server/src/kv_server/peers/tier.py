@@ -322,7 +322,7 @@ class PeersTier:
             numbers = parts[peer]
             for start in range(0, len(numbers), wire.MAX_FETCHED):
                 batch = numbers[start : start + wire.MAX_FETCHED]
-                peer.talk(partial(self._fetch, peer, reads, batch, outcomes), self._chunk_s)
+                peer.talk(partial(self._fetch, reads, batch, outcomes, peer=peer), self._chunk_s)
                 if self._directory is not None:
                     absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
                     self._directory.not_here(peer.host, absent)
@@ -580,12 +580,13 @@ class PeersTier:
 
     def _fetch(
         self,
-        peer: Peer,
         reads: Sequence[Read],
         numbers: Sequence[int],
         outcomes: list[LoadOutcome],
         stream: wire.PeerStream,
         deadline: float,
+        *,
+        peer: Peer,
     ) -> None:
         """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
         if self._staged is not None:
