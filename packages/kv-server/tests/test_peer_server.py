@@ -1,5 +1,6 @@
 """The address for other hosts' servers: who is served there, what malformed peers cost, and nothing stays leased."""
 
+import importlib.util
 import random
 import socket
 import ssl
@@ -42,6 +43,7 @@ from kv_server.peers.wire import (
     PeerHolds,
     PeerReceived,
     PeerStream,
+    Staging,
     frame,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -137,6 +139,21 @@ def test_a_client_that_shows_no_certificate_is_not_served(ending: ExitStack, tmp
             pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
         ):
             wrapped.recv(1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="tests/engine/test_peers_by_nixl.py has it")
+def test_where_nixl_is_missing_chunks_come_as_without(ending: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    server = filled(ending, nixl=True)
+    tier = tier_at(ending, port_of(server), nixl=True)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["peers", "peers"]
+    assert "kv-server[nixl]" in caplog.text
+    assert [type(outcome) for outcome in tier.load(reads_of(CONTEXT, KEYS))] == [Loaded] * 3
+    stream = connected(ending, server)
+    stream.send_message(Fetch(CONTEXT.namespace, pack_keys(KEYS), staged=True), time.monotonic() + 10)
+    stream.send_message(PeerHolds(CONTEXT.namespace, pack_keys(KEYS)), time.monotonic() + 10)
+    assert stream.answer(Staging, time.monotonic() + 10) == Staging(b"", 0)
+    assert stream.answer(PeerHeld, time.monotonic() + 10).held == b"\1" * 3  # nothing followed
+    assert served_by(server).staged == 0
 
 
 def test_a_renewed_certificate_counts_for_new_connections_to_a_server(ending: ExitStack, tmp_path: Path) -> None:
