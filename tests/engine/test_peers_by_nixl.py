@@ -19,10 +19,12 @@ from kv_remote.messages import HEADER
 from kv_remote.nixl import NixlProcess
 from kv_remote.staging import ROOM_BYTES
 from kv_server import launch
+from kv_server.connection import ask_server
 from kv_server.peers import wire
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.process import ServerProcess, environment, module_command
-from kv_testing.cache_servers import join_at, report_of, store
+from kv_server.wire import Stated, Status
+from kv_testing.cache_servers import join_at, store
 from kv_testing.peers import PATIENT, FakePeer, is_whole, own_nobody, reads_of
 from kv_testing.wait import until
 from kv_tiers.build import build_lane
@@ -58,7 +60,7 @@ def _by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def holder(ending: ExitStack, home: Path, *, nixl: bool = True) -> ServerProcess:
     """A server that has `KEYS`, and room for no more."""
-    peers = {"listen": "127.0.0.1:0", "unprotected": True, "nixl": nixl, "timeout_s": 2.0}
+    peers = {"listen": "127.0.0.1:0", "unprotected": True, "nixl": nixl}
     host = {"capacity_bytes": len(KEYS) * CONTEXT.slot_bytes}
     server = launch({"host": host, "peers": peers}, socket=home / "s")
     ending.callback(server.stop)
@@ -75,17 +77,18 @@ def fill(server: ServerProcess, keys: Sequence[bytes]) -> None:
         cache.close()
 
 
-def tier_at(ending: ExitStack, *hosts: str) -> PeersTier:
-    tier = make_peers_tier({"hosts": list(hosts), **PATIENT, "timeout_s": TIMEOUT_S, "nixl": True}, CONTEXT)
+def tier_at(ending: ExitStack, host: str, timeout_s: float = 10.0) -> PeersTier:
+    tier = make_peers_tier({"hosts": [host], **PATIENT, "timeout_s": timeout_s, "nixl": True}, CONTEXT)
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     return tier
 
 
 def staged_by(server: ServerProcess) -> int:
-    peers = report_of(server.socket).peers
-    assert peers is not None
-    return peers.staged
+    stated = ask_server(server.socket, Status(), timeout_s=30)
+    assert isinstance(stated, Stated)
+    assert stated.report.peers is not None
+    return stated.report.peers.staged
 
 
 def load(tier: PeersTier, keys: Sequence[bytes] = KEYS) -> list[LoadOutcome]:
@@ -102,7 +105,8 @@ def warm(tier: PeersTier, server: ServerProcess) -> None:
     """Have the processes of both sides ready: until then chunks come by TCP."""
 
     def is_staged() -> bool:
-        assert load(tier, KEYS[:1])[0] != Absent()
+        with suppress(TierDown):  # of a busy machine
+            load(tier, KEYS[:1])
         assert tier._staged is not None
         tier._staged._use_at_s.clear()  # it would be tried again in five seconds
         return staged_by(server) > 0
@@ -180,7 +184,7 @@ def test_an_owner_that_is_gone_is_a_miss_in_time(
     ending: ExitStack, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     server = holder(ending, tmp_path)
-    tier = tier_at(ending, server.peers)
+    tier = tier_at(ending, server.peers, TIMEOUT_S)
     warm(tier, server)
     pids = [*children(server.pid), server.pid]
 
@@ -206,7 +210,7 @@ def test_an_owner_that_is_gone_is_a_miss_in_time(
     if number == signal.SIGSTOP:
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
-        until(lambda: loads_all(tier), within_s=60)
+        until(lambda: loads_all(tier), within_s=60)  # what was sent meanwhile belongs to connections that are closed
         fill(server, key_chain(len(KEYS), branch="others"))
 
 
@@ -235,7 +239,7 @@ def test_a_reader_whose_process_dies_reads_on(ending: ExitStack, tmp_path: Path)
 
 def test_a_byte_that_is_flipped_in_the_room_is_refused(ending: ExitStack, tmp_path: Path) -> None:
     server = holder(ending, tmp_path)
-    options = {"type": "peers", "hosts": [server.peers], **PATIENT, "timeout_s": TIMEOUT_S, "nixl": True}
+    options = {"type": "peers", "hosts": [server.peers], **PATIENT, "timeout_s": 10.0, "nixl": True}
     lane, _ = build_lane(options, CONTEXT, where="test")
     ending.callback(lane.close)
     assert isinstance(lane.tier, PeersTier)
@@ -310,7 +314,7 @@ def test_what_a_liar_says_is_checked_or_is_a_miss(ending: ExitStack) -> None:
 
     liar = FakePeer(answer)
     ending.callback(liar.close)
-    tier = tier_at(ending, liar.address)
+    tier = tier_at(ending, liar.address, TIMEOUT_S)
     staged = tier._staged
     assert staged is not None
     for staging, after, is_read in says:  # noqa: B007  # `answer` sends it
