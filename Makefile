@@ -89,6 +89,7 @@ test-engines: ## slow tests of both engines, of prefixes from one to the other, 
 	@scripts/setup.sh vllm
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
+	-@scripts/setup.sh nixl
 	$(ONE_THREAD) $(REMAINING_EXAMPLES) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "(slow or hypothesis) and not long and not gpu"
 	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
 

@@ -1,8 +1,4 @@
-"""NIXL reading memory of another process over TCP, for the benchmarks that stand beside it.
-
-Between processes of one host NIXL would copy straight out of the other's memory; `UCX_TLS` leaves it what two hosts
-without RDMA have. It takes no checksums.
-"""
+"""NIXL reading memory of another process, for the benchmarks that stand beside it. It takes no checksums."""
 
 import importlib.util
 import os
@@ -32,9 +28,10 @@ def is_installed() -> bool:
 class NixlReader:
     """Reads all memory of a process of its own."""
 
-    def __init__(self, ending: ExitStack, pieces: int, nbytes: int) -> None:
-        """pieces: as many transfers in one request, of so many bytes each."""
-        os.environ |= {"UCX_TLS": "tcp,self", "NIXL_LOG_LEVEL": "ERROR"}
+    def __init__(self, ending: ExitStack, pieces: int, nbytes: int, transports: str = "tcp") -> None:
+        """pieces: as many transfers in one request, of so many bytes each. transports: UCX's; between processes of one
+        host `all` copies straight out of the other's memory, and `tcp` is what two hosts without RDMA have."""
+        os.environ |= {"UCX_TLS": transports, "NIXL_LOG_LEVEL": "ERROR"}
         from nixl._api import nixl_agent, nixl_agent_config
 
         owner = subprocess.Popen(

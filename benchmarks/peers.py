@@ -5,8 +5,9 @@ eight chunks, and the check of header and bytes, so a checksum is taken on eithe
 between two processes in the same run, in turn, from memory into the same pages: without checksums; and with one on
 either side, taken piece by piece while the bytes are in the cache, which is what a socket with checksums can move at
 most, as both take it from the cores that the kernel copies with. And NIXL over TCP where it is installed
-(scripts/setup.sh nixl, beside vLLM), which takes none. On two cores both sides share them with all checksums; over a
-line (`--line`) there is time for these. A lane with one thread has one connection, as the bare sockets have.
+(scripts/setup.sh nixl, beside vLLM), which takes none, and our chunks by NIXL against it, over TCP and within a host.
+On two cores both sides share them with all checksums; over a line (`--line`) there is time for these. A lane with one
+thread has one connection, as the bare sockets have.
 
     python benchmarks/peers.py [--json] [--line 1gbit]
 
@@ -38,7 +39,8 @@ import xxhash
 from kv_core import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
-from kv_server import RemoteCache, launch
+from kv_server import RemoteCache, launch, wire
+from kv_server.connection import ask_server
 from kv_server.peers.tier import make_peers_tier
 from kv_server.peers.wire import PeerStream
 from kv_testing.certificates import Authority
@@ -99,6 +101,8 @@ def main() -> int:
         home = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         rows = _rows(ending, home / "plain", None, options.repeats)
         rows += _rows(ending, home / "tls", Authority(home / "authority"), options.repeats)
+        if is_installed():
+            rows += [_by_nixl(home / transports, transports, options.repeats) for transports in ("tcp", "all")]
     return report(rows, options.json)
 
 
@@ -205,8 +209,42 @@ def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:
     return _rate("  the same, against NIXL over TCP", ours_s, nixl_s)
 
 
-def _lane(host: str, files: dict[str, str], threads: int = 2) -> Lane:
-    options = {"type": "peers", "hosts": [host], "threads": threads, "unprotected": not files, **files}
+def _by_nixl(home: Path, transports: str, repeats: int) -> Row:
+    """Our chunks by NIXL against NIXL alone, by the same transports of UCX."""
+    home.mkdir(mode=0o700)
+    with ExitStack() as ending, mock.patch.dict(os.environ, UCX_TLS=transports):
+        peers = {"listen": "127.0.0.1:0", "unprotected": True, "nixl": True}
+        server = launch({"host": {"capacity_bytes": 2 * CHUNKS * CHUNK_BYTES}, "peers": peers}, socket=home / "s")
+        ending.callback(server.stop)
+        cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="benchmark", timeout_s=10)
+        ending.callback(cache.close)
+        _store(cache, KEYS)
+        lane = _lane(server.peers, {}, nixl=True)
+        ending.callback(lane.close)
+        reads, staged = _reads(HostPool.anonymous("nixl", CHUNK_BYTES, CHUNKS)), 0
+        while staged < CHUNKS:  # until the processes are ready chunks come by TCP
+            before = _staged(server.socket)
+            _load(lane, reads)
+            staged = _staged(server.socket) - before
+            time.sleep(0.2)
+        nixl = NixlReader(ending, CHUNKS, CHUNK_BYTES, transports)
+        before = _staged(server.socket)
+        ours_s, nixl_s = paired_medians_s(lambda: _load(lane, reads), nixl.read, repeats)
+        assert _staged(server.socket) >= before + repeats * CHUNKS
+        nixl.close()
+    way = {"tcp": "over TCP", "all": "within a host"}[transports]
+    return _rate(f"chunks of 4 MiB by NIXL {way}, against NIXL alone", ours_s, nixl_s)
+
+
+def _staged(server: Path) -> int:
+    answer = ask_server(server, wire.Status())
+    assert isinstance(answer, wire.Stated)
+    assert answer.report.peers is not None
+    return answer.report.peers.staged
+
+
+def _lane(host: str, files: dict[str, str], threads: int = 2, **more: object) -> Lane:
+    options = {"type": "peers", "hosts": [host], "threads": threads, "unprotected": not files, **files, **more}
     lane, _ = build_lane(options, CONTEXT, where="benchmark")
     return lane
 
@@ -328,4 +366,6 @@ def _from_disk(cache: RemoteCache, lane: Lane, reads: Sequence[Read], pooled_s: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # NIXL 1.5 crashes where a process ends that had an agent

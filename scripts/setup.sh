@@ -10,7 +10,7 @@
 #   scripts/setup.sh sglang-router  SGLang's router, for the test of the lines on docs/disaggregated.md
 #   scripts/setup.sh trained      two trained models, some 600 MB, for `make test-trained`
 #   scripts/setup.sh smollm2      the smaller of them, for `make demo`; its last line is where it is. Fails where there is no room for it
-#   scripts/setup.sh nixl         what vLLM's NixlConnector needs, some 340 MB, for `make bench-handover`
+#   scripts/setup.sh nixl         what peers by NIXL and vLLM's NixlConnector need, some 340 MB, for `make test-engines` and `make bench-handover`
 #   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
 #   scripts/setup.sh mooncake     a Mooncake Store for its tier's tests, into .venv; its libraries from apt, as root
 #   scripts/setup.sh arm64        a compiler for 64-bit Arm and an emulator, for the kernels' tests; from apt, as root

@@ -1,5 +1,6 @@
 """The address for other hosts' servers: who is served there, what malformed peers cost, and nothing stays leased."""
 
+import importlib.util
 import random
 import socket
 import ssl
@@ -42,6 +43,7 @@ from kv_server.peers.wire import (
     PeerHolds,
     PeerReceived,
     PeerStream,
+    Staging,
     frame,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -137,6 +139,21 @@ def test_a_client_that_shows_no_certificate_is_not_served(ending: ExitStack, tmp
             pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
         ):
             wrapped.recv(1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="tests/engine/test_peers_by_nixl.py has it")
+def test_where_nixl_is_missing_chunks_come_as_without(ending: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    server = filled(ending, nixl=True)
+    tier = tier_at(ending, port_of(server), nixl=True)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["peers", "peers"]
+    assert "kv-server[nixl]" in caplog.text
+    assert [type(outcome) for outcome in tier.load(reads_of(CONTEXT, KEYS))] == [Loaded] * 3
+    stream = connected(ending, server)
+    stream.send_message(Fetch(CONTEXT.namespace, pack_keys(KEYS), staged=True), time.monotonic() + 10)
+    stream.send_message(PeerHolds(CONTEXT.namespace, pack_keys(KEYS)), time.monotonic() + 10)
+    assert stream.answer(Staging, time.monotonic() + 10) == Staging(b"", 0)
+    assert stream.answer(PeerHeld, time.monotonic() + 10).held == b"\1" * 3  # nothing followed
+    assert served_by(server).staged == 0
 
 
 def test_a_renewed_certificate_counts_for_new_connections_to_a_server(ending: ExitStack, tmp_path: Path) -> None:
@@ -394,8 +411,8 @@ def still_serves(server: ThreadedServer) -> bool:
 MESSAGES = [
     PeerHello("x", b""),
     PeerHolds(CONTEXT.namespace, pack_keys(KEYS)),
-    Fetch(CONTEXT.namespace, pack_keys(KEYS)),
-    Fetch("another namespace", pack_keys(KEYS)),
+    Fetch(CONTEXT.namespace, pack_keys(KEYS), staged=False),
+    Fetch("another namespace", pack_keys(KEYS), staged=True),
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
     PeerReceived(CONTEXT.namespace, pack_keys(KEYS)),
@@ -444,8 +461,8 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         HEADER.pack(MAX_REQUEST_BYTES + 1, VERSION),
         HEADER.pack((1 << 32) - 1, VERSION),
         HEADER.pack(10, VERSION + 1) + bytes(10),
-        frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
-        frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)), staged=False)),
+        frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10), staged=True)),
         frame(PeerReceived(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS), None)),
@@ -504,7 +521,7 @@ def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitSt
     cache.commit(cache.begin_store(KEYS[:1], "w"))
     stream = connected(ending, server)
     namespace = TierContext(nbytes, nbytes, "f").namespace
-    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 32)), time.monotonic() + 10)
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 32), staged=False), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     until(lambda: leased_slots(server) == [])
     until(lambda: served_by(server).connections == 0)
@@ -603,7 +620,7 @@ def test_a_server_that_stops_waits_for_no_peer(ending: ExitStack) -> None:
     cache.commit(cache.begin_store(KEYS[:1], "w"))
     stream = connected(ending, server)
     namespace = TierContext(nbytes, nbytes, "f").namespace
-    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8)), time.monotonic() + 10)
+    stream.send_message(Fetch(namespace, pack_keys(KEYS[:1] * 8), staged=False), time.monotonic() + 10)
     until(lambda: leased_slots(server) != [])
     cache.close()
     server.close()  # and its pool is unmapped, which a lent slot would keep from happening

@@ -212,6 +212,7 @@ class PeersServed:
     turned_away: connections refused for lack of room or authentication.
     asked, held: chunks looked up, and those of them that were here.
     sent, sent_bytes: chunks sent, and the bytes of their payloads.
+    staged: those of these chunks that peers read by NIXL.
     stored, stored_bytes: chunks that engines of other hosts stored here, and their bytes.
     """
 
@@ -221,6 +222,7 @@ class PeersServed:
     held: int = 0
     sent: int = 0
     sent_bytes: int = 0
+    staged: int = 0
     stored: int = 0
     stored_bytes: int = 0
 

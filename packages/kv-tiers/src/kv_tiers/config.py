@@ -194,6 +194,8 @@ class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     unprotected: bool = False
     """Without TLS. Everyone who reaches an address, or listens at it, may read and forge chunks: any user of this host,
     if it is loopback."""
+    nixl: bool = False
+    """Read chunks by NIXL where both sides do: RDMA, or neither encrypted nor authenticated (docs/peers.md)."""
 
 
 class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):

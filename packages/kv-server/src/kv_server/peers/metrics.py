@@ -21,6 +21,7 @@ def peer_families(served: PeersServed) -> Iterator[Metric]:
         "chunks_held": ("Those of these chunks that were held here.", served.held),
         "chunks_sent": ("Chunks that were sent to peers.", served.sent),
         "sent_bytes": ("Bytes of the payloads of these chunks.", served.sent_bytes),
+        "chunks_staged": ("Those of the chunks sent that peers read by NIXL.", served.staged),
         "chunks_stored": ("Chunks that engines of other hosts stored here.", served.stored),
         "stored_bytes": ("Bytes of these chunks.", served.stored_bytes),
     }

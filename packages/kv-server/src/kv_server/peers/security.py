@@ -5,20 +5,27 @@ A client compares the certificate's names with the host that it connects to, so 
 token comes on top, for an authority that others have certificates of too, and is sent inside TLS only.
 """
 
+import importlib.util
 import ssl
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from kv_remote.nixl import NixlProcess
 from kv_remote.tls_files import TlsFiles, load_certificate
 from kv_tiers.config import PeerSecurity
 from kv_tiers.pool.private_files import read_secret
 
 from kv_server.peers.wire import MAX_TOKEN_BYTES
+from kv_server.process import environment, module_command
 
 if TYPE_CHECKING:  # it needs `cryptography`, as only directories do
     from kv_server.directory.signatures import Signatures
 
+_log = limited_logger(__name__)
 _MIN_TOKEN_BYTES: Final = 16
 _CRL: Final = b"-----BEGIN X509 CRL-----"
 
@@ -78,6 +85,16 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
         return context
 
     return TlsFiles(make, files, where)
+
+
+def nixl_starter(security: PeerSecurity, where: str) -> Callable[[int], NixlProcess] | None:
+    """Starts a process of NIXL with so many bytes. None: the settings do not allow it, or it is not installed, as the
+    log then says."""
+    if security.nixl and importlib.util.find_spec("nixl") is None:
+        _log.warning("%s: chunks do not go by NIXL, which is not installed: pip install 'kv-server[nixl]'", where)
+    elif security.nixl:
+        return partial(NixlProcess, module_command("kv_remote.nixl"), environment())
+    return None
 
 
 def signatures_of(security: PeerSecurity, namespace: str, where: str) -> "Signatures | None":

@@ -22,6 +22,7 @@ from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.messages import pack_keys
+from kv_remote.staging import Rooms
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.config import PeersConfig
@@ -30,7 +31,7 @@ from kv_tiers.threads import join_all, must_start, start_thread
 from kv_server.address import REST_S, Ports
 from kv_server.directory.entries import pack
 from kv_server.peers import wire
-from kv_server.peers.security import check_protected, read_token, tls_files
+from kv_server.peers.security import check_protected, nixl_starter, read_token, tls_files
 from kv_server.peers.side import LOWER_S, FindCache, FoundCache, peer_side
 from kv_server.peers.stores import RemoteStores
 from kv_server.report import PeersServed
@@ -73,6 +74,8 @@ class PeerServer:
         self._config = config
         self._find = find
         self._stores = RemoteStores(find, open_cache, config.timeout_s) if config.take_stores else None
+        start_nixl = nixl_starter(config, _WHERE)
+        self._rooms = None if start_nixl is None else Rooms(start_nixl)
         self._listener, self.address = ports.listen(_WHERE, config.listen)
         self._lock = threading.Lock()
         self._counts = PeersServed()
@@ -120,6 +123,8 @@ class PeerServer:
         for sock in connected.values():
             _interrupt_calls(sock)
         join_all(connected, _END_S)
+        if self._rooms is not None:
+            self._rooms.close()
 
     def _accept(self) -> None:
         poller = select.poll()
@@ -172,6 +177,7 @@ class PeerServer:
         except Exception:  # noqa: BLE001  # a bug costs this connection and no other
             _log.exception("serving a peer hit a bug")
         finally:
+            self._end_staging()
             with self._lock:
                 sock = self._connected.pop(threading.current_thread())
                 self._answering.discard(threading.current_thread())
@@ -201,11 +207,16 @@ class PeerServer:
     def _converse(self, stream: wire.PeerStream) -> None:
         while True:
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
+            self._end_staging()
             self._set_answering(not isinstance(request, wire.Follow))  # which waits for what may never come
             self._answer_request(stream, request, deadline)
             self._set_answering(False)
             if self._ending.is_set():
                 return
+
+    def _end_staging(self) -> None:
+        if self._rooms is not None:
+            self._rooms.give_back()
 
     def _set_answering(self, is_answering: bool) -> None:
         with self._lock:
@@ -279,6 +290,13 @@ class PeerServer:
     def _answer_fetch(self, stream: wire.PeerStream, request: wire.Fetch, found: FoundCache) -> None:
         keys = wire.unpack_keys(request)
         timeout_s = self._config.timeout_s
+        room = None
+        if request.staged:
+            room = None if self._rooms is None else self._rooms.take()
+            staging = wire.Staging(b"", 0) if room is None else wire.Staging(room.metadata, room.address)
+            stream.send_message(staging, wire.deadline_for(0, timeout_s))
+            if room is None:
+                return
         # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
         # lane takes the tier to hang, and reads from no host.
         patience_s = min(timeout_s, LOWER_S)
@@ -295,8 +313,16 @@ class PeerServer:
                     stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
-                stream.send_chunk(stored.payload, stored.header, timeout_s)
+                if room is None:
+                    stream.send_chunk(stored.payload, stored.header, timeout_s)
+                elif (checksum := room.put(stored.payload)) is not None:
+                    said = [wire.SIZE.pack(nbytes), stored.header(checksum)]
+                    stream.send(said, wire.deadline_for(0, timeout_s))
+                else:
+                    stream.send([wire.SIZE.pack(wire.NOT_STAGED)], wire.deadline_for(0, timeout_s))
+                    continue
             with self._lock:
+                self._counts.staged += room is not None
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
 

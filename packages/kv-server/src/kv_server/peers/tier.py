@@ -27,6 +27,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from kv_remote.factories import factory_of
 from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.messages import pack_keys
+from kv_remote.staging import StagedReader, StagedReads, next_place
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.options import read_options
@@ -36,7 +37,7 @@ from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
 from kv_server.peers import wire
 from kv_server.peers.hosts import Peer, PeerHosts
-from kv_server.peers.security import check_protected, read_token, signatures_of, tls_files
+from kv_server.peers.security import check_protected, nixl_starter, read_token, signatures_of, tls_files
 from kv_server.report import DirectoryState
 
 T = TypeVar("T")
@@ -271,6 +272,8 @@ class PeersTier:
             resolve_s=config.resolve_s,
             connect_s=config.connect_timeout_s,
         )
+        start_nixl = nixl_starter(config, self.name)
+        self._staged = None if start_nixl is None else StagedReads(start_nixl)
         self._directory: Directory | None = None
         if config.directory is not None:
             self._directory = Directory(
@@ -319,7 +322,7 @@ class PeersTier:
             numbers = parts[peer]
             for start in range(0, len(numbers), wire.MAX_FETCHED):
                 batch = numbers[start : start + wire.MAX_FETCHED]
-                peer.talk(partial(self._fetch, reads, batch, outcomes), self._chunk_s)
+                peer.talk(partial(self._fetch, reads, batch, outcomes, peer=peer), self._chunk_s)
                 if self._directory is not None:
                     absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
                     self._directory.not_here(peer.host, absent)
@@ -410,6 +413,8 @@ class PeersTier:
         if self._directory is not None:
             self._directory.close()
         self._hosts.close()
+        if self._staged is not None:
+            self._staged.close()
 
     def publish(self, contents: Contents, address: HostPort) -> None:
         """List these contents in the directory from now on, until `close`. address: where peers read from this host."""
@@ -580,22 +585,73 @@ class PeersTier:
         outcomes: list[LoadOutcome],
         stream: wire.PeerStream,
         deadline: float,
+        *,
+        peer: Peer,
     ) -> None:
         """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
-        stream.send_message(wire.Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
+        if self._staged is not None:
+            with self._staged.reader(peer) as reader:
+                if reader is not None:
+                    numbers = self._fetch_staged(reader, reads, numbers, outcomes, stream)
+            deadline = wire.deadline_for(0, self._chunk_s)
+        # Without keys it ends the staging.
+        stream.send_message(self._fetch_of(reads, numbers, staged=False), deadline)
         for number in numbers:
-            read, size = reads[number], bytearray(wire.SIZE.size)
-            stream.fill(memoryview(size), wire.deadline_for(0, self._chunk_s))
-            (nbytes,) = wire.SIZE.unpack(size)  # not verified yet
+            read = reads[number]
+            nbytes = self._size(stream, read, number, outcomes)
             if nbytes == wire.NOT_HERE:
                 continue
-            if nbytes > len(read.room):
-                outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
-                # It is unknown where the next chunk begins.
-                raise ConnectionError("a peer that reports a wrong size")
             checksum = stream.receive_chunk(read.pages[:nbytes], self._chunk_s, self.on_progress)
             stream.fill(memoryview(read.header), wire.deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
+
+    def _fetch_staged(
+        self,
+        reader: StagedReader,
+        reads: Sequence[Read],
+        numbers: Sequence[int],
+        outcomes: list[LoadOutcome],
+        stream: wire.PeerStream,
+    ) -> Sequence[int]:
+        """As `_fetch`, by NIXL. Returns those of the numbers that it cannot read."""
+        while numbers:
+            stream.send_message(self._fetch_of(reads, numbers, staged=True), wire.deadline_for(0, self._chunk_s))
+            staging = stream.answer(wire.Staging, wire.deadline_for(0, self._chunk_s))
+            if not staging.metadata:
+                reader.is_refused = True
+                break
+            unread, at = [], 0
+            for number in numbers:
+                read = reads[number]
+                nbytes = self._size(stream, read, number, outcomes)
+                if nbytes == wire.NOT_HERE:
+                    continue
+                if nbytes == wire.NOT_STAGED:
+                    unread.append(number)
+                    continue
+                stream.fill(memoryview(read.header), wire.deadline_for(0, self._chunk_s))
+                where = staging.metadata, staging.address + at
+                checksum = reader.read(where, read.pages[:nbytes], self._chunk_s, self.on_progress)
+                outcomes[number] = Loaded(nbytes, checksum)
+                at = next_place(at, nbytes)
+            numbers = unread
+            if not at:  # they are too large for it
+                break
+        return numbers
+
+    def _fetch_of(self, reads: Sequence[Read], numbers: Sequence[int], *, staged: bool) -> wire.Fetch:
+        return wire.Fetch(self._namespace, pack_keys([reads[number].key for number in numbers]), staged)
+
+    def _size(self, stream: wire.PeerStream, read: Read, number: int, outcomes: list[LoadOutcome]) -> int:
+        """Of the next chunk, or `NOT_HERE` or `NOT_STAGED`. It is not verified beyond having room."""
+        size = bytearray(wire.SIZE.size)
+        stream.fill(memoryview(size), wire.deadline_for(0, self._chunk_s))
+        (nbytes,) = wire.SIZE.unpack(size)
+        if nbytes > len(read.room) and nbytes not in (wire.NOT_HERE, wire.NOT_STAGED):
+            outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
+            # It is unknown where the next chunk begins.
+            raise ConnectionError("a peer that reports a wrong size")
+        return int(nbytes)
 
 
 make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")

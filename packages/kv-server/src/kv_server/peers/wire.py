@@ -9,6 +9,8 @@ say that they are unprotected:
     Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
                 that are in the processor's cache, while they are sent
+    staged Fetch   ->  Staging; then, unless that is empty, the same without the payloads, which are read by NIXL
+                (`kv_remote.staging`), or `NOT_STAGED` where there was no room for one. They stay until the next request
     Follow  ->  Followed, as soon as there is something to report
     PeerReceived   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
@@ -39,13 +41,14 @@ from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, TENANT_BYTES, ChunkKey
 from kv_core.log import on_one_line
 from kv_remote.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
+from kv_remote.nixl import MAX_METADATA_BYTES
 from kv_remote.timed_socket import TimedSocket
 from kv_tiers.tier import Write
 
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_server.wire import Format, GroupBytes
 
-VERSION: Final = 6
+VERSION: Final = 7
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `PeerHolds`."""
@@ -53,7 +56,7 @@ MAX_FETCHED: Final = 1 << 8
 """Keys in one `Fetch`."""
 _SLOWEST_BYTES_PER_S: Final = 1e6
 MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
-MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
+MAX_ANSWER_BYTES: Final = max(MAX_ASKED, MAX_METADATA_BYTES) + (1 << 13)
 MAX_FOLLOWED_BYTES: Final = MAX_ASKED * (max(KEY_BYTES) + 32) + (1 << 10)
 SUMMED_BYTES: Final = SUMS_BYTES + (1 << 10)
 MAX_LISTED: Final = 1 << 17
@@ -65,6 +68,7 @@ MAX_FOLLOW_S: Final = 5.0
 """How long a `Follow` may wait. Its answer may be empty."""
 SIZE: Final = struct.Struct("<Q")
 NOT_HERE: Final = (1 << 64) - 1
+NOT_STAGED: Final = (1 << 64) - 2
 _PIECE_BYTES: Final = 1 << 20
 """Fits a core's cache, so that each piece is checksummed while it is still there. Smaller pieces wake the reader more
 often, which takes the core from the sender: a quarter of this size costs a tenth more processor time (Zen 4, 2
@@ -110,12 +114,23 @@ class PeerHeld(Message, tag="held"):
 
 
 class Fetch(Message, tag="fetch"):
+    """staged: the payloads are read by NIXL, if that is possible."""
+
     namespace: Namespace
     keys: Keys
+    staged: bool
 
 
 Feed = Annotated[bytes, msgspec.Meta(max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Staging(Message, tag="staging"):
+    """metadata: of an agent of NIXL; empty: nothing is staged now, and nothing follows.
+    address: of the first payload (`kv_remote.staging.next_place`)."""
+
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+    address: Count
 
 
 class Follow(Message, tag="follow"):
@@ -296,12 +311,12 @@ class PeerRefused(Message, tag="refused"):
 Request = (
     PeerHello | PeerHolds | Fetch | Follow | PeerReceived | Sum | List | Offer | PeerStore | PeerForget | PeerClear
 )
-Answer = PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerWanted | PeerStored | PeerRefused
+Answer = PeerWelcome | PeerHeld | Staging | Followed | Summed | Listed | Offered | PeerWanted | PeerStored | PeerRefused
 
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered, PeerWanted, PeerStored)
+A = TypeVar("A", PeerWelcome, PeerHeld, Staging, Followed, Summed, Listed, Offered, PeerWanted, PeerStored)
 
 
 def frame(message: Request | Answer) -> bytes:
