@@ -237,6 +237,29 @@ TestPassedOn = PassedOn.TestCase
 TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=100)
 
 
+def test_a_chunk_that_moves_counts_once() -> None:
+    """A store in the middle of it evicts what it needs and no more."""
+    machine = PassedOn()
+    machine.begin()
+    for branch in range(3):
+        machine.put(branch)
+    machine.forget(0, 4)  # at the pool's beginning
+    machine.pass_on(is_taken=True, slots=8)
+    cache, pages, leases = machine.cache, machine.cache.pool.pages, list[WriteLease]()
+
+    def while_copying(slot: int) -> memoryview:
+        if not leases:
+            leases.append(cache.begin_store(key_chain(1, branch="new"), "1/a"))
+        return pages(slot)
+
+    cache.pool.pages = while_copying  # type: ignore[method-assign]
+    assert cache.pool.above
+    shrink(cache, lambda cache: True)
+    assert not cache.pool.above
+    assert (len(leases[0].keys), len(cache.admin.resident_keys())) == (1, 7)
+    machine.teardown()
+
+
 def test_chunks_that_nobody_has_verified_are_verified_by_whoever_goes_on(tmp_path: Path) -> None:
     """They come from an earlier server's pool, whose file may have been damaged before this process had it."""
     keys, wanted = key_chain(3), ((CHUNK_BYTES,), "f")

@@ -258,3 +258,18 @@ def test_sizes_are_spelled_for_people() -> None:
         "4 GiB",
         "4096 TiB",
     ]
+
+
+def test_a_smaller_pool_knows_what_lies_beyond_its_capacity_after_an_exchange() -> None:
+    """As when better bytes of a chunk, read into a place beyond it, replace those in one below."""
+    earlier = HostPool.shared("p", 4096, 4)
+    pool = HostPool.shared("p", 4096, 2, mapped_slots=4, descriptor=os.dup(earlier.descriptor))
+    pool.take(range(3))
+    assert (pool.above, pool.unused) == ({2}, [3])
+    pool.swap(0, 2)
+    assert pool.above == {0}
+    pool.free(2)
+    pool.free(0)
+    assert (pool.above, pool.unused, pool.allocate()) == (set(), [3, 2], 2)
+    for each in (earlier, pool):
+        each.close()

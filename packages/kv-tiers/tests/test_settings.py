@@ -658,3 +658,9 @@ def test_errors_have_no_regular_expressions(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_options(Named, {"name": name}, "here")
     assert "that is a plain word" in str(refused.value) and "regex" not in str(refused.value)
+
+
+def test_a_form_of_text_has_the_same_words_everywhere() -> None:
+    """Else an error would use those of the module that was imported last."""
+    with pytest.raises(AssertionError):
+        spelled_as("[a-z]+", "a name")

@@ -20,8 +20,12 @@ from kv_cluster.verbs import Fleet, MemberOutcome, NamedPrefix
 MAX_TIMEOUT_S = 30.0
 """Over HTTP, whose requests get no answer after a minute: queries of the servers before and after take the rest."""
 
-PinName = Annotated[str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "up to 64 letters, digits, dots, dashes and underscores")]
-Tag = Annotated[str, spelled_as(rf"[0-9a-f]{{{2 * TENANT_BYTES}}}", "a tenant's tag")]
+PinName = Annotated[
+    str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "a name of up to 64 letters, digits, dots, dashes and underscores")
+]
+Tag = Annotated[
+    str, spelled_as(rf"[0-9a-f]{{{2 * TENANT_BYTES}}}", f"a tag of {2 * TENANT_BYTES} lower-case hex digits")
+]
 
 
 class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

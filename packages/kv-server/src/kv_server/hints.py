@@ -117,7 +117,9 @@ class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     KIND: ClassVar = "kv.pin"
-    name: Annotated[str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "a name of up to 64 letters, digits, dots and dashes")]
+    name: Annotated[
+        str, spelled_as(r"[A-Za-z0-9._-]{1,64}", "a name of up to 64 letters, digits, dots, dashes and underscores")
+    ]
 
 
 class UnpinHint(PinHint, frozen=True, forbid_unknown_fields=True):

@@ -97,7 +97,7 @@ def _begin_moves(cache: LocalCache, at_most: int) -> tuple[list[tuple[ChunkKey, 
     for key, slot in list(islice(found, at_most)):
         if (spare := pool.allocate()) is None:
             break
-        host.shares.took([spare], key.tenant)
+        host.shares.took([spare], key.tenant, each=0)  # or stores meanwhile would evict for it
         index.take_spare(spare)
         moves.append((key, slot, spare))
     return moves, index.lease_bytes([slot for _, slot, _ in moves])
@@ -111,4 +111,6 @@ def _end_moves(cache: LocalCache, moves: Sequence[tuple[ChunkKey, int, int]], si
         host.unlease(bytes_at, of_bytes=True)
         if bytes_at[0] == slot and index.key_at(slot) == key and not index.is_read(slot):
             cache.pool.swap(slot, spare)
-        host.free_spare(spare)
+        index.free_spare(spare)
+        host.shares.left(spare, 0)
+        cache.pool.free(spare)

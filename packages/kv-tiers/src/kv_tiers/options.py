@@ -32,7 +32,7 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 def spelled_as(pattern: str, words: str, **about: Any) -> msgspec.Meta:
     """A constraint on text, all of it. words: what matches, for errors (`in_words`). about: as in `msgspec.Meta`."""
     whole = rf"^(?:{pattern})$(?!\n)"  # `$` also matches before a newline at the end, and schemas know no `\Z`
-    _IN_WORDS[whole] = words
+    assert _IN_WORDS.setdefault(whole, words) == words, "errors would name it by whichever was imported last"
     return msgspec.Meta(pattern=whole, **about)
 
 

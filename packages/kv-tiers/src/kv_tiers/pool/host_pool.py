@@ -368,9 +368,8 @@ class HostPool:
     def swap(self, first: int, second: int) -> None:
         """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
         self.places.swap(first, second)
-        if first in self.above and self.places.at(first) < self.slots:
-            self.above.remove(first)
-            self.above.add(second)
+        for slot in (first, second):
+            (self.above.add if self.places.at(slot) >= self.slots else self.above.discard)(slot)
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
