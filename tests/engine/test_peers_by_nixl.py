@@ -17,7 +17,7 @@ from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_remote.messages import HEADER
 from kv_remote.nixl import NixlProcess
-from kv_remote.staging import ROOM_BYTES
+from kv_remote.staging import BUFFER_BYTES
 from kv_server import launch
 from kv_server.connection import ask_server
 from kv_server.peers import wire
@@ -40,7 +40,7 @@ pytestmark = [
 CHUNK_BYTES = (5 << 20) + 512  # two transfers, and not whole pages
 CONTEXT = TierContext(CHUNK_BYTES, slot_bytes_for(CHUNK_BYTES), "f")
 KEYS = key_chain(8)
-assert CHUNK_BYTES * len(KEYS) > ROOM_BYTES > CHUNK_BYTES * 6
+assert CHUNK_BYTES * len(KEYS) > BUFFER_BYTES > CHUNK_BYTES * 6
 TIMEOUT_S = 1.0
 LONGEST_S = 2 * (TIMEOUT_S + 6)
 """Of a read from a host that is gone: the wait for an answer, and that for a transfer."""
@@ -132,7 +132,7 @@ def children(pid: int) -> list[int]:
 
 
 def before_answer(act: Callable[[], None]) -> AbstractContextManager[object]:
-    """Act before a room is waited for."""
+    """Act before a buffer is waited for."""
     answer = wire.PeerStream.answer
 
     def later(stream: wire.PeerStream, wanted: type, deadline: float, **options: int) -> object:
@@ -169,7 +169,7 @@ def test_chunks_come_whole(ending: ExitStack, tmp_path: Path, monkeypatch: pytes
     outcomes = load(tier, wanted)
     assert [isinstance(outcome, Loaded) for outcome in outcomes] == [key in KEYS for key in wanted]
     assert staged_by(server) == before + len(KEYS)
-    # Nothing is leased, no room is kept, and neither side uses the processor while nothing moves.
+    # Nothing is leased, no buffer is kept, and neither side uses the processor while nothing moves.
     fill(server, key_chain(len(KEYS), branch="others"))
     processes = [*children(server.pid), *(process._process.pid for process in tier._staged._idle)]  # type: ignore[union-attr]
     assert len(processes) >= 2
@@ -245,10 +245,12 @@ def test_a_byte_that_is_flipped_in_the_room_is_refused(ending: ExitStack, tmp_pa
     assert isinstance(lane.tier, PeersTier)
     warm(lane.tier, server)
     (process,) = children(server.pid)
-    rooms = next(one for one in Path(f"/proc/{process}/fd").iterdir() if os.readlink(one).startswith("/memfd:kv-nixl"))
+    buffers = next(
+        one for one in Path(f"/proc/{process}/fd").iterdir() if os.readlink(one).startswith("/memfd:kv-nixl")
+    )
 
     def flip() -> None:
-        with rooms.open("r+b") as memory:
+        with buffers.open("r+b") as memory:
             memory.seek(1000)
             byte = memory.read(1)[0]
             memory.seek(1000)

@@ -1,6 +1,7 @@
-"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): rooms that other hosts read, and reads of theirs.
+"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): staging buffers that other
+hosts read, and reads of theirs.
 
-What others are to read is copied into a room, and what was read is copied from where it arrives, because a pool is
+What others are to read is copied into a buffer, and what was read is copied from where it arrives, because a pool is
 never registered: whoever holds the metadata may write there, and deregistering does not end that. The reader's checksum
 is of its own copy.
 """
@@ -21,8 +22,8 @@ from kv_remote.nixl import NixlProcess
 
 _log = limited_logger(__name__)
 
-ROOM_BYTES: Final = 32 << 20
-_ROOMS: Final = 8
+BUFFER_BYTES: Final = 32 << 20
+_BUFFERS: Final = 8
 """Connections that have one at a time."""
 _PIECE_BYTES: Final = 4 << 20
 """Of one transfer, so that a host that is gone is noticed within seconds, and bytes are copied while cached."""
@@ -39,11 +40,11 @@ Start = Callable[[int], NixlProcess]
 
 
 def next_place(at: int, nbytes: int) -> int:
-    """Where the next payload begins after one of this size, from a room's begin."""
+    """Where the next payload begins after one of this size, from the begin of a buffer."""
     return at + -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-class Room:
+class StagingBuffer:
     """address, metadata: by which another host reads the payloads that are `put` here."""
 
     def __init__(self, memory: memoryview, address: int, metadata: bytes) -> None:
@@ -52,37 +53,37 @@ class Room:
         self.address, self.metadata = address, metadata
 
     def put(self, payload: memoryview) -> bytes | None:
-        """Copy it behind those before. Returns its checksum; None: it has no room."""
+        """Copy it behind those before. Returns its checksum; None: it does not fit."""
         end = self._used_bytes + payload.nbytes
         if end > len(self._memory):
             return None
         _copy(payload, self._memory[self._used_bytes : end])
         self._used_bytes = next_place(self._used_bytes, payload.nbytes)
-        return xxhash.xxh3_128(payload).digest()  # not of the room: others may write there
+        return xxhash.xxh3_128(payload).digest()  # not of the buffer: others may write there
 
 
-class Rooms:
-    """Those of a server's connections. Each has a thread of its own, on which it gets its room and gives it back."""
+class StagingBuffers:
+    """Those of a server's connections. Each has a thread of its own, on which it takes a buffer and gives it back."""
 
     def __init__(self, start: Start) -> None:
-        """The process starts when the first room is wanted."""
+        """The process starts when the first buffer is wanted."""
         self._start = start
         self._lock = threading.Lock()
         self._process: NixlProcess | None = None
         self._start_at_s = 0.0
         self._lent: dict[int, int] = {}
-        """Places of rooms by thread."""
+        """Places of buffers by thread."""
 
-    def take(self) -> Room | None:
+    def take(self) -> StagingBuffer | None:
         """None: there is none now."""
         with self._lock:
-            free = set(range(_ROOMS)) - set(self._lent.values())
+            free = set(range(_BUFFERS)) - set(self._lent.values())
             if not free:
                 return None
             try:
                 if self._process is None and time.monotonic() >= self._start_at_s:
                     self._start_at_s = time.monotonic() + _FAILED_S
-                    self._process = self._start(_ROOMS * ROOM_BYTES)
+                    self._process = self._start(_BUFFERS * BUFFER_BYTES)
                 if self._process is None or not self._process.is_ready():
                     return None
                 self._process.serve(True)
@@ -90,11 +91,13 @@ class Rooms:
                 self._failed(error)
                 return None
             place = self._lent[threading.get_ident()] = min(free)
-            start, process = place * ROOM_BYTES, self._process
-            return Room(process.memory[start : start + ROOM_BYTES], process.address + start, process.metadata)
+            start, process = place * BUFFER_BYTES, self._process
+            return StagingBuffer(
+                process.memory[start : start + BUFFER_BYTES], process.address + start, process.metadata
+            )
 
     def give_back(self) -> None:
-        """This thread's room, if it has one."""
+        """This thread's buffer, if it has one."""
         with self._lock:
             if self._lent.pop(threading.get_ident(), None) is not None and not self._lent and self._process:
                 try:
@@ -119,9 +122,9 @@ class Rooms:
 
 
 class StagedReader:
-    """Reads from one host's rooms, on one thread.
+    """Reads from one host's buffers, on one thread.
 
-    is_refused: to be set if the host has no room or no NIXL.
+    is_refused: to be set if the host has no buffer free, or no NIXL.
     """
 
     def __init__(self, process: NixlProcess) -> None:

@@ -22,7 +22,7 @@ from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.messages import pack_keys
-from kv_remote.staging import Rooms
+from kv_remote.staging import StagingBuffers
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.config import PeersConfig
@@ -75,7 +75,7 @@ class PeerServer:
         self._find = find
         self._stores = RemoteStores(find, open_cache, config.timeout_s) if config.take_stores else None
         start_nixl = nixl_starter(config, _WHERE)
-        self._rooms = None if start_nixl is None else Rooms(start_nixl)
+        self._buffers = None if start_nixl is None else StagingBuffers(start_nixl)
         self._listener, self.address = ports.listen(_WHERE, config.listen)
         self._lock = threading.Lock()
         self._counts = PeersServed()
@@ -123,8 +123,8 @@ class PeerServer:
         for sock in connected.values():
             _interrupt_calls(sock)
         join_all(connected, _END_S)
-        if self._rooms is not None:
-            self._rooms.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
     def _accept(self) -> None:
         poller = select.poll()
@@ -215,8 +215,8 @@ class PeerServer:
                 return
 
     def _end_staging(self) -> None:
-        if self._rooms is not None:
-            self._rooms.give_back()
+        if self._buffers is not None:
+            self._buffers.give_back()
 
     def _set_answering(self, is_answering: bool) -> None:
         with self._lock:
@@ -290,12 +290,12 @@ class PeerServer:
     def _answer_fetch(self, stream: wire.PeerStream, request: wire.Fetch, found: FoundCache) -> None:
         keys = wire.unpack_keys(request)
         timeout_s = self._config.timeout_s
-        room = None
+        buffer = None
         if request.staged:
-            room = None if self._rooms is None else self._rooms.take()
-            staging = wire.Staging(b"", 0) if room is None else wire.Staging(room.metadata, room.address)
+            buffer = None if self._buffers is None else self._buffers.take()
+            staging = wire.Staging(b"", 0) if buffer is None else wire.Staging(buffer.metadata, buffer.address)
             stream.send_message(staging, wire.deadline_for(0, timeout_s))
-            if room is None:
+            if buffer is None:
                 return
         # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
         # lane takes the tier to hang, and reads from no host.
@@ -313,16 +313,16 @@ class PeerServer:
                     stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
-                if room is None:
+                if buffer is None:
                     stream.send_chunk(stored.payload, stored.header, timeout_s)
-                elif (checksum := room.put(stored.payload)) is not None:
+                elif (checksum := buffer.put(stored.payload)) is not None:
                     said = [wire.SIZE.pack(nbytes), stored.header(checksum)]
                     stream.send(said, wire.deadline_for(0, timeout_s))
                 else:
                     stream.send([wire.SIZE.pack(wire.NOT_STAGED)], wire.deadline_for(0, timeout_s))
                     continue
             with self._lock:
-                self._counts.staged += room is not None
+                self._counts.staged += buffer is not None
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
 

@@ -10,7 +10,7 @@ say that they are unprotected:
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
                 that are in the processor's cache, while they are sent
     staged Fetch   ->  Staging; then, unless that is empty, the same without the payloads, which are read by NIXL
-                (`kv_remote.staging`), or `NOT_STAGED` where there was no room for one. They stay until the next request
+                (`kv_remote.staging`), or `NOT_STAGED` where the buffer was full. They stay until the next request
     Follow  ->  Followed, as soon as there is something to report
     PeerReceived   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
