@@ -15,9 +15,9 @@ import pytest
 import redis
 from kv_cluster.members import Finder, Reach
 from kv_core.errors import ConfigError
+from kv_remote.authority import Authority
 from kv_server.directory.entries import VERSION, Entry, encode
 from kv_server.directory.signatures import Signatures
-from kv_server.peers.authority import Authority
 from kv_testing.cache_servers import join_at, store
 from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
 from kv_testing.service_contract import CHUNK_BYTES

@@ -16,8 +16,8 @@ import httpx
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
+from kv_remote.authority import Authority
 from kv_server import ServerProcess, launch
-from kv_server.peers.authority import Authority
 
 from kv_testing.cache_servers import join_at, read, settings_for, store
 from kv_testing.redis_servers import running

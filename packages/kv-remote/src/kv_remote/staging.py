@@ -1,5 +1,5 @@
-"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): staging buffers that other
-hosts read, and reads of theirs.
+"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): staging buffers for other hosts
+to read, and reads of theirs.
 
 What others are to read is copied into a buffer, and what was read is copied from where it arrives, because a pool is
 never registered: whoever holds the metadata may write there, and deregistering does not end that. The reader's checksum

@@ -10,7 +10,7 @@ from kv_core.log import say
 from kv_core.tools.cli import add_command
 
 if TYPE_CHECKING:
-    from kv_server.peers.authority import Authority
+    from kv_remote.authority import Authority
 
 _ABOUT: Final = """\
 Make the certificates by which servers of several hosts know each other (docs/peers.md). DIRECTORY is made if it does
@@ -76,7 +76,7 @@ def _revoke(args: argparse.Namespace) -> int:
 
 def _authority(directory: Path, *, create: bool) -> "Authority":
     try:
-        from kv_server.peers.authority import Authority
+        from kv_remote.authority import Authority
     except ImportError as error:
         raise ConfigError(f"kv peers needs cryptography ({error}); pip install 'kv-server[peers]'") from None
     return Authority(directory, create=create)
