@@ -138,8 +138,8 @@ class TestLoadsOfOthersThatFail:
     @pytest.mark.parametrize(
         ("fails", "way", "at_once"),
         [
-            pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-            for case in product(("", "first", "middle", "last"), WAYS, (False, True))
+            pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow if number % 3 else pytest.mark.long)
+            for number, case in enumerate(product(("", "first", "middle", "last"), WAYS, (False, True)))
         ],
     )
     def test_nothing_wrong_is_stored_and_what_is_computed_instead_is(
