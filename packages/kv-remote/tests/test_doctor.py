@@ -16,5 +16,5 @@ def test_what_is_not_installed_is_named_with_its_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "version_of", versions.get)
     ours, libraries = doctor.check(DoctorOptions(".", measure=False))
     assert (ours.what, ours.found) == ("kv-remote", "1")
-    assert libraries.found == "redis 6.4, obstore 0.12; not installed: mooncake"
-    assert libraries.advice.endswith("pip install 'kv-remote[mooncake]'")
+    assert libraries.found == "redis 6.4, obstore 0.12; not installed: mooncake, nixl"
+    assert libraries.advice.endswith("pip install 'kv-remote[mooncake,nixl]'")

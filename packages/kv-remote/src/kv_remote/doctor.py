@@ -8,6 +8,7 @@ _EXTRAS = {
     "redis": "redis",
     "s3": "obstore",
     "mooncake": "mooncake-transfer-engine-non-cuda",
+    "nixl": "nixl",
 }
 """By extra of kv-remote, the optional package that it installs."""
 
