@@ -14,7 +14,7 @@ from kv_testing.servers import ValkeyServer, free_port
 from test_remote_media import S3, WORKSPACE, running
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
-PAGES = ("one-engine", "server", "tenants", "disk", "redis", "s3")
+PAGES = ("one-engine", "server", "tenants", "disk", "redis", "s3", "two-hosts")
 WITHIN_S = 300
 VLLM = """\
 vllm() {{
@@ -35,12 +35,12 @@ def test_every_page_finds_what_it_says(spelling_llama: str, tmp_path: Path) -> N
     """As they are, but for the model, the ports, and sizes."""
     valkey = ValkeyServer()
     with tempfile.TemporaryDirectory(prefix="kv") as home, running(S3, str(tmp_path)) as bucket:
-        s3_port = str(urlsplit(bucket["endpoint"]).port)
-        ports = {"8000": str(free_port()), "9400": str(free_port()), "6379": str(valkey.port), "9000": s3_port}
+        ports = {port: str(free_port()) for port in ("8000", "9400", "9500")}
+        ports |= {"6379": str(valkey.port), "9000": str(urlsplit(bucket["endpoint"]).port)}
         other = {"MODEL": spelling_llama, "4GiB": "64MiB", "1GiB": "16MiB", "kv-cache": bucket["bucket"]}
         lines = "\n".join(f"echo '== {page}'\n{commands_of(page)}" for page in PAGES)
         lines = re.sub("|".join(other), lambda found: other[found[0]], lines)
-        lines = re.sub(r"(?<=127\.0\.0\.1:)\d+", lambda found: ports[found[0]], lines)
+        lines = re.sub(r'(127\.0\.0\.1|"\$[12]):(\d+)', lambda found: f"{found[1]}:{ports[found[2]]}", lines)
         lines = lines.replace(f"serve {spelling_llama}", f"serve {spelling_llama} --port {ports['8000']}")
         environ = os.environ | {
             "PATH": f"{WORKSPACE}:{os.environ['PATH']}",
@@ -63,5 +63,5 @@ def test_every_page_finds_what_it_says(spelling_llama: str, tmp_path: Path) -> N
     found = {page: re.findall(r'tier="(\w+)"} ([\d.]+)$', part, re.MULTILINE) for page, part in of_page.items()}
     assert found["one-engine"] == found["server"] == [("host", "1024.0")], text
     assert found["tenants"] == [("host", "2048.0")] * 2, text
-    for page, tier in {"disk": "disk", "redis": "valkey", "s3": "s3"}.items():
+    for page, tier in {"disk": "disk", "redis": "valkey", "s3": "s3", "two-hosts": "peers"}.items():
         assert (tier, "1024.0") in found[page], text
