@@ -206,7 +206,8 @@ def test_an_owner_that_is_gone_is_a_miss_in_time(
     assert took_s < LONGEST_S
     assert not tier._hosts.peers()[0]._idle
     assert tier._staged is not None
-    assert tier._staged._processes == (moment == "before the answer")  # one with a late transfer is gone
+    # One with a late transfer is gone. The answer may have been on its way before the owner was.
+    assert tier._staged._processes <= (moment == "before the answer")
     if number == signal.SIGSTOP:
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
