@@ -245,6 +245,18 @@ def test_what_was_cleared_here_counts_again_when_the_peer_was_cleared_later(
     assert tier.holds(keys) == [False, False]
 
 
+def test_a_host_whose_word_cannot_be_told_from_our_clear_is_doubted_at_once(
+    ending: ExitStack, peer: ThreadedServer
+) -> None:
+    """What it says when it offers was true when it said so. Our own query would not believe it."""
+    keys = key_chain(2)
+    tier = tier_of(ending, address_of(peer))
+    assert tier.doubted(keys, None) == set()
+    tier.clear()
+    assert tier.doubted(keys, 0.0) == set(keys)
+    until(lambda: tier.doubted(keys, 0.0) == set())
+
+
 def test_a_tenant_that_was_cleared_is_found_at_no_peer(ending: ExitStack, peer: ThreadedServer) -> None:
     one, two = key_chain(2, salt="one"), key_chain(2, salt="two")
     put(peer, one)

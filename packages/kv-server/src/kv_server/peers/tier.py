@@ -27,7 +27,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from kv_remote.factories import factory_of
 from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.messages import pack_keys
-from kv_remote.staging import StagedReader, StagedReads, next_place
+from kv_remote.staging import ReaderProcesses, StagedReader, next_place
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.options import read_options
@@ -49,6 +49,9 @@ _WAIT_S: Final = 1.0
 _POLL_S: Final = 0.5
 """How often the list of peers is checked."""
 _RETRY_S: Final = 0.1
+_SURELY_EARLIER_S: Final = 0.1
+"""How old a host's word of when it was cleared may be. One that is doubted hears so at once; one that is believed, and
+then not when we ask it ourselves, waits for a fetch that does not come."""
 _MIN_INTERVAL_S: Final = 0.01
 """Between two queries of one peer, so that one which always answers at once keeps no core busy; `_RETRY_S` after an
 answer that reports nothing, for which it should have waited."""
@@ -273,7 +276,7 @@ class PeersTier:
             connect_s=config.connect_timeout_s,
         )
         start_nixl = nixl_starter(config, self.name)
-        self._staged = None if start_nixl is None else StagedReads(start_nixl)
+        self._staged = None if start_nixl is None else ReaderProcesses(start_nixl)
         self._directory: Directory | None = None
         if config.directory is not None:
             self._directory = Directory(
@@ -388,7 +391,7 @@ class PeersTier:
     def doubted(self, keys: Sequence[ChunkKey], cleared_for_s: float | None) -> set[ChunkKey]:
         """Those of the keys that are not read at a host that was cleared so long ago, as far as that decides."""
         with self._lock:
-            is_believed = self._is_believed(time.monotonic(), cleared_for_s)
+            is_believed = self._is_believed(time.monotonic() - _SURELY_EARLIER_S, cleared_for_s)
             return {key for key in keys if not is_believed or self._is_hidden(key)}
 
     def all_cleared(self, began_s: float, tenants: set[bytes], keys: Sequence[ChunkKey]) -> None:
