@@ -83,7 +83,8 @@ def shrink(cache: LocalCache, is_pinned: Callable[[LocalCache], bool]) -> float 
     with cache.parts.host.lock:
         _end_moves(cache, moves, since)
     if pool.unused and not is_pinned(cache):
-        pool.give_back(_FREED_BYTES)
+        with cache.parts.host.lock:  # lanes free slots
+            pool.give_back(_FREED_BYTES)
         return _PAUSE_S
     return _PAUSE_S if moves else _LOOK_S
 
