@@ -19,7 +19,7 @@ from oracle import Oracle
 from slow_device import slow_device
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-PACKAGES = Path(str(kv_connect.__file__)).parents[3]
+PACKAGES = f"{Path(str(kv_connect.__file__)).parents[3]}/"
 HOOKS = {name for name in vars(connector.KVTiersConnector) if name in vars(KVConnectorBase_V1) or "finished" in name}
 NOT_HOOKS = {"__init__", "shutdown", "build_kv_connector_stats", "build_prom_metrics"}
 SHARED = [3 + (7 * i) % 40 for i in range(400)]
@@ -44,7 +44,7 @@ class Profiler:
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(PACKAGES)) or code.co_filename == guard.__file__:
+        if event != "call" or not code.co_filename.startswith(PACKAGES) or code.co_filename == guard.__file__:
             return
         name = f"{Path(code.co_filename).stem}.{code.co_qualname}"
         if name in self.seen or code.co_name in ("off", "turn_off", "<genexpr>", "<lambda>") or not below_hook(frame):

@@ -88,7 +88,7 @@ def test_a_forward_pass_that_raises_leaves_nothing_to_store(oracle: Oracle) -> N
         raise ZeroDivisionError("in the second layer")
     except ZeroDivisionError:
         worker.wait_for_save()  # as a context manager's `finally` would
-    half.lazy.given_away(range(24))
+    half.lazy.before_reuse(range(24))
     assert half.lazy.take() == ()
     oracle.abort("a")
 
@@ -172,7 +172,7 @@ def test_one_order_in_which_no_hit_is_lost(tiny_llama: str) -> None:
 
 def test_the_record_sees_a_hit_that_is_lost(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without it the tests above could not fail."""
-    monkeypatch.setattr(Stores, "rescue", lambda self, plan: None)
+    monkeypatch.setattr(Stores, "gather_overwritten", lambda self, plan: None)
     watched = Watched(tiny_llama, blocks=20)
     watched.work(random.Random(1))
     assert watched.lost
@@ -197,10 +197,10 @@ def test_the_oracle_sees_a_copy_that_is_too_late(
     start = Stores.start
 
     def late(self: Stores, plan: StepPlan) -> None:
-        start(self, replace(plan, stores=(*plan.stores, *plan.leaving)))
+        start(self, replace(plan, stores=(*plan.stores, *plan.overwritten)))
 
     if fault == "after the step":
-        monkeypatch.setattr(Stores, "rescue", lambda self, plan: None)
+        monkeypatch.setattr(Stores, "gather_overwritten", lambda self, plan: None)
         monkeypatch.setattr(Stores, "start", late)
     else:
         monkeypatch.setattr(QueuedCopy, "hold_engine", lambda self: None)

@@ -61,7 +61,7 @@ plans = st.builds(
     stores,
     st.lists(st.text(), max_size=3).map(tuple),
     st.binary(min_size=16, max_size=16),
-    leaving=stores,
+    overwritten=stores,
 )
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2) | st.binary(max_size=33),
@@ -84,7 +84,7 @@ def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
     assert StepPlan.from_plain(plain) == plan
 
 
-@given(st.sampled_from(["version", "loads", "stores", "leaving", "refused", "space_id"]), junk)
+@given(st.sampled_from(["version", "loads", "stores", "overwritten", "refused", "space_id"]), junk)
 def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
     good = StepPlan((LoadStep("a", 0, (b"x" * 32,), b"t" * 7, (packed((1,)),), 0, 4),)).to_plain()
     try:

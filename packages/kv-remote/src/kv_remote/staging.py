@@ -1,5 +1,4 @@
-"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): staging buffers for other hosts
-to read, and reads of theirs.
+"""Bytes that go from host to host by NIXL (`kv_remote.nixl`): staging buffers for others to read, and reads of theirs.
 
 What others are to read is copied into a buffer, and what was read is copied from where it arrives, because a pool is
 never registered: whoever holds the metadata may write there, and deregistering does not end that. The reader's checksum
@@ -40,7 +39,7 @@ Start = Callable[[int], NixlProcess]
 
 
 def next_place(at: int, nbytes: int) -> int:
-    """Where the next payload begins after one of this size, from the begin of a buffer."""
+    """Where the next payload begins after one of this size, from the start of a buffer."""
     return at + -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -63,7 +62,8 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """Those of a server's connections. Each has a thread of its own, on which it takes a buffer and gives it back."""
+    """For the connections of a server, each of which has a thread of its own: there it takes a buffer and gives it
+    back."""
 
     def __init__(self, start: Start) -> None:
         """The process starts when the first buffer is wanted."""
@@ -154,8 +154,8 @@ class StagedReader:
         return running.digest()
 
 
-class StagedReads:
-    """All reads of a tier. Thread-safe."""
+class ReaderProcesses:
+    """NIXL's, of one tier. Thread-safe."""
 
     def __init__(self, start: Start) -> None:
         """Processes start when they are wanted."""

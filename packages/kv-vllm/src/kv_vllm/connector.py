@@ -90,13 +90,13 @@ class PoolBlocks:
     def is_ours_alone(self, block: int) -> bool:
         return bool(self._pool.blocks[block].ref_cnt == 1)
 
-    def name_of(self, block: int) -> Hashable | None:
-        """vLLM's name for what this block holds, once the steps scheduled so far are computed."""
-        name: Hashable | None = self._pool.blocks[block].block_hash
-        return name
+    def hash_of(self, block: int) -> Hashable | None:
+        """vLLM's hash of what this block holds, once the steps scheduled so far are computed."""
+        block_hash: Hashable | None = self._pool.blocks[block].block_hash
+        return block_hash
 
     def before_reuse(self, call: Callable[[Iterable[int]], None]) -> None:
-        """Have blocks reported that vLLM is about to give to a request, while they still have their names."""
+        """Have blocks reported that vLLM is about to give to a request, while it still has their hashes."""
         give = self._pool.get_new_blocks
 
         def get_new_blocks(num_blocks: int) -> Any:
@@ -329,7 +329,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager = kv_cache_manager
         self._start_events()
         self._start_holding()
-        self._put_stores_off()
+        self._defer_stores()
         self._note_resets()
 
     @classmethod
@@ -382,7 +382,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
         # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
-        if not (plan.loads or plan.stores or plan.leaving or plan.refused or self._unplanned):  # most steps
+        if not (plan.loads or plan.stores or plan.overwritten or plan.refused or self._unplanned):  # most steps
             number = 0 if self._held is None else self._held.number
             return self._message(replace(plan, number=number), None)
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
@@ -496,16 +496,16 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._held = HeldBlocks(blocks, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(always(None))
-    def _put_stores_off(self) -> None:
+    def _defer_stores(self) -> None:
         if self._scheduler is not None and self._settings.store == "lazy":
             blocks, shape = PoolBlocks(self._kv_cache_manager.block_pool), self._scheduler.shape
-            self._scheduler.lazy = LazyStores(blocks.name_of, chunk_blocks=shape.chunk_tokens // shape.tables[0])
-            blocks.before_reuse(self._given_away)
+            self._scheduler.lazy = LazyStores(blocks.hash_of, chunk_blocks=shape.chunk_tokens // shape.tables[0])
+            blocks.before_reuse(self._before_reuse)
 
     @guarded(always(None))
-    def _given_away(self, blocks: Iterable[int]) -> None:
+    def _before_reuse(self, blocks: Iterable[int]) -> None:
         if self._scheduler is not None and self._scheduler.lazy is not None:
-            self._scheduler.lazy.given_away(blocks)
+            self._scheduler.lazy.before_reuse(blocks)
 
     @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
@@ -662,7 +662,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif metadata.number:
             self._step = StepPlan(number=metadata.number)
         if self._worker is not None:
-            self._worker.stores.rescue(self._step)
+            self._worker.stores.gather_overwritten(self._step)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._sessions.forget(request.request_id)

@@ -243,7 +243,7 @@ class SchedulerHalf:
         self._handovers = handovers or HandOvers(shape, HandClock())
         self.costs = costs
         self.lazy: LazyStores | None = None
-        """If set, chunks are stored only when the engine gives their blocks away. It requires one group of layers that
+        """If set, chunks are stored only when the engine reuses their blocks. It requires one group of layers that
         needs the whole prefix, and an engine that keeps the blocks of requests that have ended."""
         self.counts = SchedulerCounts()
 
@@ -295,7 +295,7 @@ class SchedulerHalf:
                 if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
                     self._move(request.request_id, tracked, RequestEvent.PEND)
                     return None
-                if self._is_leaving(tracked, plan.chunks) or self._handovers.awaits(request, tracked, self.costs):
+                if self._is_on_its_way(tracked, plan.chunks) or self._handovers.awaits(request, tracked, self.costs):
                     self._move(request.request_id, tracked, RequestEvent.PEND)
                     self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
                     return None
@@ -443,8 +443,10 @@ class SchedulerHalf:
             self._go_on_prefetching(request)
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
-        leaving = () if self.lazy is None else self.lazy.take()
-        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, 0, trial, leaving)
+        overwritten = () if self.lazy is None else self.lazy.take()
+        plan = StepPlan(
+            tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial, overwritten=overwritten
+        )
         for store in stores:
             tracked = self._tracked[store.request_id]
             tracked.first_trial = min(tracked.first_trial, trial)
@@ -560,7 +562,7 @@ class SchedulerHalf:
         """
         self._space = space
         self._engine_has_old_blocks = True
-        self._forget_kept()
+        self._forget_deferred()
         # A layerwise load cannot be taken back: like a running request, it continues with the KV of the old weights.
         self._refused += [load.request_id for load in self._loads if not load.extents]
         self._loads = [load for load in self._loads if load.extents]
@@ -577,14 +579,14 @@ class SchedulerHalf:
     def engine_emptied(self) -> None:
         """The engine has forgotten what is in its own blocks."""
         self._engine_has_old_blocks = False
-        self._forget_kept()
+        self._forget_deferred()
 
     def reset(self) -> None:
         """Forget everything held. Earlier promises are void, and so are the leases of the loads in progress: the
         workers will report those as failed.
         """
         self._service.clear()
-        self._forget_kept()
+        self._forget_deferred()
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
@@ -604,7 +606,7 @@ class SchedulerHalf:
             self._service.end(self._holder(request_id))
             del self._tracked[request_id]
         self._pending, self._loads, self._refused = 0, [], []
-        self._forget_kept()
+        self._forget_deferred()
 
     def is_waiting(self) -> bool:
         """Whether a request is waiting for promotions from lower tiers."""
@@ -622,11 +624,11 @@ class SchedulerHalf:
         """Requests that have ended while their blocks are being filled."""
         return [request_id for request_id, tracked in self._tracked.items() if tracked.phase is Phase.DRAINING]
 
-    def _is_leaving(self, tracked: Tracked, chunk: int) -> bool:
+    def _is_on_its_way(self, tracked: Tracked, chunk: int) -> bool:
         digests = tracked.keys.digests
-        return self.lazy is not None and chunk < len(digests) and self.lazy.is_leaving(digests[chunk])
+        return self.lazy is not None and chunk < len(digests) and self.lazy.is_on_its_way(digests[chunk])
 
-    def _forget_kept(self) -> None:
+    def _forget_deferred(self) -> None:
         if self.lazy is not None:
             self.lazy.forget()
 
@@ -665,7 +667,7 @@ class SchedulerHalf:
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
         keys, shape, controls = self._prompt_keys(request, tracked), self._shape.chunk, request.controls
-        own_chunks = tracked.own_chunks  # where stores are put off, what the engine has itself need not be held
+        own_chunks = tracked.own_chunks  # where stores are deferred, what the engine has itself need not be held
         keys = keys[own_chunks * shape.keys_per_chunk :]
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
@@ -794,7 +796,7 @@ class SchedulerHalf:
             request.controls.is_demoted,
         )
         is_awaited = request.controls.hands_over_tokens or request.controls.retain_ms
-        if self.lazy is not None and not is_awaited and self.lazy.put_off(store, first_chunk):
+        if self.lazy is not None and not is_awaited and self.lazy.defer(store, first_chunk):
             return None
         return store
 

@@ -112,7 +112,7 @@ class StepPlan:
         0: no blocks are held.
     trial: if not 0, the stores are committed only once the scheduler reports that the trial of this number was passed:
         that other connectors or ranks did fill the blocks with which the step computes (`kv_vllm.trials`).
-    leaving: stores of chunks in blocks that this step overwrites, to be gathered before its loads and its forward pass
+    overwritten: stores of chunks in blocks that this step overwrites, to be gathered before its loads and forward pass
         (`kv_connect.halves.lazy_stores`). The tables have only the blocks of these chunks.
     """
 
@@ -122,7 +122,7 @@ class StepPlan:
     space_id: Annotated[bytes, msgspec.Meta(min_length=SPACE_ID_BYTES, max_length=SPACE_ID_BYTES)] = NO_SPACE
     number: Count = 0
     trial: Count = 0
-    leaving: tuple[StoreStep, ...] = ()
+    overwritten: tuple[StoreStep, ...] = ()
 
     def to_plain(self) -> Plain:
         return {"version": STEP_VERSION} | msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=list)
@@ -140,7 +140,7 @@ class StepPlan:
             plan = msgspec.convert(plain, cls, dec_hook=_read_table)
         except msgspec.ValidationError as error:
             raise InputError(f"the step plan is damaged: {error}") from None
-        chains = [load.digests for load in plan.loads] + [store.digests for store in (*plan.stores, *plan.leaving)]
+        chains = [load.digests for load in plan.loads] + [store.digests for store in (*plan.stores, *plan.overwritten)]
         if any(len(digest) not in (16, 32) for digests in chains for digest in digests):
             raise InputError("the step plan has something else where a chunk's digest belongs")
         places = [(place.offset, place.nbytes) for load in plan.loads for place in load.extents]

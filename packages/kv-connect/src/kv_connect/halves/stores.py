@@ -142,12 +142,12 @@ class Stores:
         self._begun = None
         self._gather_parts()
 
-    def rescue(self, plan: StepPlan) -> None:
+    def gather_overwritten(self, plan: StepPlan) -> None:
         """The forward pass of this plan's step is about to begin: gather first what it overwrites."""
-        if not plan.leaving or not self._copiers:
+        if not plan.overwritten or not self._copiers:
             return
         self._plan_number, earlier = plan.number, len(self._storing)
-        for step in plan.leaving:
+        for step in plan.overwritten:
             self._reserve_store(plan, step)
         self._gather_parts()
         for store in self._storing[earlier:]:
@@ -427,7 +427,7 @@ class HeldBlocks:
 
     def hold(self, plan: StepPlan) -> StepPlan:
         """The plan with its number; the blocks that its stores read are held from now on."""
-        if plan.stores or plan.leaving:  # the engine goes on stepping until these are in the pool, too
+        if plan.stores or plan.overwritten:  # the engine goes on stepping until these are in the pool, too
             blocks = list(dict.fromkeys(block for store in plan.stores for block in self._blocks(store)))
             self._engine.hold([block for block in blocks if block not in self._holds])
             self.number += 1
