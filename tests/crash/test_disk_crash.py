@@ -8,10 +8,10 @@ chunk.
 import json
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -174,18 +174,17 @@ def kill_often(root: Path, kills: int, directories: int, settings: dict[str, str
         if child == 0:
             child_lives(root, directories, settings, number, writer)
         os.close(writer)
-        # From its start on: some are killed while they open, and read what the one before has left.
-        ready = b""
-        if rng.random() < 0.9:
-            ready = os.read(reader, 1)
-        select.select([], [], [], rng.random() ** 2 * 0.03)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the child ended by itself"
+        # From its start on: some are killed while they open, and read what the one before has left. By lines, not by
+        # seconds, as a call takes a hundred times as long on one disk as on another.
         with os.fdopen(reader, "rb") as pipe:
-            said = (ready + pipe.read()).decode()
-        for line in said.splitlines():
-            known.hear(line)
+            for _ in range(int(rng.random() ** 2 * 60)):
+                known.hear(pipe.readline().decode())
+            time.sleep(rng.random() ** 2 * 0.003)
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), "the child ended by itself"
+            for line in pipe.read().decode().splitlines():
+                known.hear(line)
         interrupted += bool(known.storing)
         tier = open_tier(root, directories, **settings)
         shares += known.check(tier)
