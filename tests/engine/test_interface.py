@@ -48,7 +48,8 @@ def described(member: Any) -> str:
 
 def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
     page = (Path(__file__).parents[2] / "docs" / "contracts" / "vllm.md").read_text()
-    rows = re.findall(r"^- `(\w+)(\([^)]*\))`(?: \(from (\S+)\))? (used|left): ", page, re.MULTILINE)
+    sections = re.findall(r"^\*\*(Used|Left at vLLM's default)\*\*: (.+)$", page, re.MULTILINE)
+    rows = [(*row, how) for how, row_of in sections for row in re.findall(r"`(\w+)(\(.*?\))`(?: \(from (\S+)\))?", row_of)]
     here = Version(version)
     said = [(name, parameters, how) for name, parameters, since, how in rows if here >= Version(since or "0")]
     hooks = {
@@ -58,7 +59,7 @@ def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
         if not name.startswith("_")
     }
     assert {name: parameters for name, parameters, _ in said} == hooks
-    assert {name for name, _, how in said if how == "used"} == hooks.keys() & vars(KVTiersConnector).keys()
+    assert {name for name, _, how in said if how == "Used"} == hooks.keys() & vars(KVTiersConnector).keys()
 
 
 def other_match(self: Any, waiting: Any, computed: int) -> None:
