@@ -49,7 +49,9 @@ def described(member: Any) -> str:
 def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
     page = (Path(__file__).parents[2] / "docs" / "contracts" / "vllm.md").read_text()
     sections = re.findall(r"^\*\*(Used|Left at vLLM's default)\*\*: (.+)$", page, re.MULTILINE)
-    rows = [(*row, how) for how, row_of in sections for row in re.findall(r"`(\w+)(\(.*?\))`(?: \(from (\S+)\))?", row_of)]
+    rows = [
+        (*row, how) for how, row_of in sections for row in re.findall(r"`(\w+)(\(.*?\))`(?: \(from (\S+)\))?", row_of)
+    ]
     here = Version(version)
     said = [(name, parameters, how) for name, parameters, since, how in rows if here >= Version(since or "0")]
     hooks = {
