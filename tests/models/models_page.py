@@ -61,7 +61,7 @@ class Row:
         name = self.name if self.dtype == USUAL_DTYPE else f"{self.name}, {self.dtype}"
         for why, said in _NOT_RUN.items():
             if why in self.shown:
-                return f"| {name} | {said}: {self.shown[why]} |" + " |" * len(table.columns) + "\n"
+                return f"| {name} | {said}: {self.shown[why]} |\n"
         found = {phase: self.shown[phase] for phase in table.phases}
         usual = dict.fromkeys(table.phases, AS_IT_SHOULD_BE) | {table.phases[-1]: CONTROL}
         tokens = AS_IT_SHOULD_BE if found == usual else "; ".join(f"{phase}: {is_so}" for phase, is_so in found.items())
