@@ -74,10 +74,7 @@ class MappedPool:
         """group_bytes: as for `PayloadSizes`.
         descriptor: closed here in any case.
         core_dump: a core dump of this process has the pool in it.
-
-        Raises:
-            TierDown: it cannot be mapped, or is shorter than it should be.
-        """
+        Raises `TierDown`: it cannot be mapped, or is shorter than it should be."""
         self.name = name
         self.sizes = PayloadSizes(group_bytes)
         self.chunk_bytes = self.sizes.largest
@@ -154,7 +151,8 @@ class RemoteCache:
         core_dump: bool = False,
     ) -> None:
         """Connect and register; this waits for the server, up to `connect_timeout_s`, and much longer for one that has
-        greeted us and is opening its tiers.
+        greeted us and is opening its tiers. Raises `ConfigError`: no server answers there, or it refuses this client;
+        the text says why.
 
         group_bytes, fingerprint: the chunks' format: the size of each group's, and what the bytes mean. Sessions with
             the same format share chunks.
@@ -163,9 +161,6 @@ class RemoteCache:
         on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
             whichever call connected to the restarted server and must not call the cache.
         core_dump: a core dump of this process has the pool in it.
-
-        Raises:
-            ConfigError: no server answers there, or it refuses this client; the text says why.
         """
         self.socket = socket
         """Where its server listens."""

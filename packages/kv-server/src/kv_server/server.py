@@ -134,14 +134,12 @@ class CacheServer:
         succession: TakingOver | None = None,
         ports: Ports | None = None,
     ) -> None:
-        """Bind the socket. Clients that connect from now on wait until `serve`.
+        """Bind the socket. Clients that connect from now on wait until `serve`. Raises `ConfigError`: another server
+        has it, or it cannot be used.
 
         address: of an earlier server of these settings; None: bind the socket.
         succession: everything is taken over from the server that this names. Call `take_over`, then `serve`.
         ports: in use, or handed over.
-
-        Raises:
-            ConfigError: another server has it, or it cannot be used.
         """
         self._config = config
         self._lease_s = config.host.lease_s

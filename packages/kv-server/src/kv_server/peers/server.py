@@ -66,10 +66,7 @@ class PeerServer:
         self, config: PeersConfig, find: FindCache, open_cache: Callable[[Format], object], ports: Ports
     ) -> None:
         """open_cache: as for `RemoteStores`.
-
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         _, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find

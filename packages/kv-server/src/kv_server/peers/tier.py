@@ -214,11 +214,8 @@ class PeerTaker:
 
     def offer(self, chain: Sequence[ChunkKey], first: int) -> wire.Offered:
         """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
-        returns at once; offering the same chunks again reports the progress.
-
-        Raises:
-            OSError, InputError: it does not answer, or not as a peer does.
-        """
+        returns at once; offering the same chunks again reports the progress. Raises `OSError` and `InputError`: it does
+        not answer, or not as a peer does."""
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
     def _offer(self, chain: Sequence[ChunkKey], first: int, stream: wire.PeerStream, deadline: float) -> wire.Offered:
@@ -481,12 +478,10 @@ class PeersTier:
             self._on_handed_over(chain, handed_over.first, handed_over.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
-        """Which peers hold these: according to the directory, or by querying all peers that are up at once.
+        """Which peers hold these: according to the directory, or by querying all peers that are up at once. Raises
+        `TierDown`: no peer answers.
 
         anybody: query those that are backing off as well.
-
-        Raises:
-            TierDown: no peer answers.
         """
         with self._lock:
             wanted = [key for key in keys if not self._is_hidden(key)]

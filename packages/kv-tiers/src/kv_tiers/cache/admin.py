@@ -75,10 +75,7 @@ class Administration:
         self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
 
     def check_open(self) -> None:
-        """
-        Raises:
-            MisuseError: the cache is closed.
-        """
+        """Raises `MisuseError`: the cache is closed."""
         self._host.check_open()
 
     def pin(self, keys: Sequence[ChunkKey], name: str, *, shape: ChunkShape = PLAIN) -> int:
@@ -270,14 +267,12 @@ class Administration:
 
     def set_quota(self, tenant: bytes, quota_bytes: int | None) -> None:
         """Reserve a part of the pool for the tenant with this tag: no other tenant's chunks go there, and this tenant's
-        go nowhere else. Rounded to whole chunks. None: the tenant uses the common share.
+        go nowhere else. Rounded to whole chunks. None: the tenant uses the common share. Raises `ConfigError`:
+        negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
 
         Chunks that no longer fit are evicted at once, except those being read or written, which are evicted when that
         ends. For a tenant with many chunks this takes seconds; it proceeds a few chunks at a time, so that other calls
         can run in between.
-
-        Raises:
-            ConfigError: negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
         """
         slots = None if quota_bytes is None else quota_slots(quota_bytes, self._host.pool.slot_bytes)
         with self._quota_lock:
@@ -315,11 +310,7 @@ def warn_if_all_taken(shares: Shares) -> None:
 
 
 def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
-    """How many slots a quota is.
-
-    Raises:
-        ConfigError: the quota is negative, or less than one chunk of this size.
-    """
+    """How many slots a quota is. Raises `ConfigError`: the quota is negative, or less than one chunk of this size."""
     slots, remainder = divmod(quota_bytes, slot_bytes)
     if slots < 0 or (remainder and not slots):
         raise ConfigError(

@@ -174,11 +174,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def slots_for(config: DiskConfig, context: TierContext) -> int:
-    """The number of chunks for which the capacity has room.
-
-    Raises:
-        ConfigError: there is not one slot for every directory, or a setting makes no sense.
-    """
+    """The number of chunks for which the capacity has room. Raises `ConfigError`: there is not one slot for every
+    directory, or a setting makes no sense."""
     paths = config.directories
     if not paths or not all(paths) or len(set(map(Path, paths))) < len(paths):
         raise ConfigError(f"the disk tier's `directory` must be one directory or several different ones, not {paths}")
@@ -205,10 +202,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def _check_capacity(config: DiskConfig) -> None:
-    """
-    Raises:
-        ConfigError: the file systems can never hold that much, whatever else is removed from them.
-    """
+    """Raises `ConfigError`: the file systems can never hold that much, whatever else is removed from them."""
     paths = config.directories
     directories_on = Counter(place_of(Path(path)) for path in paths)
     for (_, mount), directories in directories_on.items():
@@ -225,11 +219,8 @@ def _check_capacity(config: DiskConfig) -> None:
 
 @checked(_check_options)
 def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `disk`; `DiskConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured, or directories that cannot be used.
-    """
+    """The factory of the tier type `disk`; `DiskConfig` describes `options`. Raises `ConfigError`: options that cannot
+    be honoured, or directories that cannot be used."""
     config = read_options(DiskConfig, options, "disk")
     _check_capacity(config)
     common = slots_for(config, context) - sum(_quotas(config, context).values())
@@ -250,12 +241,10 @@ class DiskTier(LendsExtents, IndexedTier):
     def __init__(
         self, config: DiskConfig, context: TierContext, policy: EvictionPolicy, *, clock: Clock | None = None
     ) -> None:
-        """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
+        """Take possession of the directories and find what is in them: about a second for every 100 000 chunks. Raises
+        `ConfigError`: a setting or a directory cannot be used.
 
         policy: of the common share (`Shares`), which has `slots_for(config, context)` chunks without quotas.
-
-        Raises:
-            ConfigError: a setting or a directory cannot be used.
         """
         self._config = config
         self.name = context.name or self.name
@@ -368,11 +357,8 @@ class DiskTier(LendsExtents, IndexedTier):
     # Storing.
 
     def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[Write]:
-        """Make chunks durable and findable. Returns those for which the medium had room.
-
-        Raises:
-            TierDown: none was stored.
-        """
+        """Make chunks durable and findable. Returns those for which the medium had room. Raises `TierDown`: none was
+        stored."""
         if not taken:
             return []
         write_of = {place.entry: write for write, place in taken}
@@ -477,10 +463,7 @@ class DiskTier(LendsExtents, IndexedTier):
 
     def _try_to_read(self) -> None:
         """Read the headers of a few chunks, if possible of those that have not been unreadable. One success is enough.
-
-        Raises:
-            TierDown: none could be read.
-        """
+        Raises `TierDown`: none could be read."""
         keys = self._chunks.readable_first()
         sample = random.sample(keys, min(_PROBED_CHUNKS, len(keys)))  # no secret depends on which
         entries = self._index.begin_load(sample, touch=False)

@@ -46,11 +46,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `dram`.
-
-    Raises:
-        ConfigError: options that cannot be honoured on this machine.
-    """
+    """The factory of the tier type `dram`. Raises `ConfigError`: options that cannot be honoured on this machine."""
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
     quotas = read_quotas(config.quota_bytes, config.capacity_bytes, context, slots)

@@ -572,12 +572,10 @@ class ExtentIndex:
 def read_quotas(
     quota_bytes: Mapping[str, int], capacity_bytes: int, context: TierContext, slots: int, media: int = 1
 ) -> dict[bytes, int]:
-    """The slots that tenants have for themselves, by their tag.
+    """The slots that tenants have for themselves, by their tag. Raises `ConfigError`: there is no such tenant (which
+    `ANY_CHUNKS` does not know), or it cannot have so much.
 
     quota_bytes: by the tenant's name. capacity_bytes: of which the tier makes this many slots.
-
-    Raises:
-        ConfigError: there is no such tenant (which `ANY_CHUNKS` does not know), or it cannot have so much.
     """
     quotas: dict[bytes, int] = {}
     for name, nbytes in quota_bytes.items():
