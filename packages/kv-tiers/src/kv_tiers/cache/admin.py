@@ -228,12 +228,7 @@ class Administration:
             places = [
                 TIER if index.find(key) is not None else BEING_WRITTEN if index.is_held(key) else "" for key in keys
             ]
-        missing = [position for position, place in enumerate(places) if not place]
-        for name, held in self._lower.holding([keys[position] for position in missing]).items():
-            for position, is_held in zip(missing, held, strict=True):
-                if is_held and not places[position]:
-                    places[position] = name
-        return places
+        return self._lower.locate(keys, places)
 
     def clear_tenant(self, tenant: bytes) -> int:
         """Forget every chunk with this tag, on all tiers, also those being written; returns how many the pool held.

@@ -539,7 +539,7 @@ class LocalCache:
         previous = self._leases.promise(holder, slots, now_s)
         if previous is not None:
             self._host.unlease(previous.slots)
-        tiers = slowest_tiers(hit, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
+        tiers = slowest_tiers(hit.chunks, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
         return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking, choice)
 
     def _open_read(
