@@ -164,7 +164,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
     if settings.server.url:
-        settings, in_force = _kept_elsewhere(settings, in_force)
+        settings, in_force = _with_remote_server(settings, in_force)
     for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
         if listen and not settings.server.socket:
             _log.warning(
@@ -179,7 +179,7 @@ _URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[1-9][0-9]{
 _SMALL_POOL_BYTES: Final = 1 << 30
 
 
-def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
+def _with_remote_server(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
     """What `server.url` stands for: a small pool, unless its size is given, and a tier that stores at that server.
     Raises `ConfigError`: it is not such a URL, a server of this host is named, too, or the small pool has no room for
     the tenants' quotas."""

@@ -210,7 +210,7 @@ class _DrainJob:
         keys = self._still_here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
         began_s = time.monotonic()
         wanted = []
-        for key, is_there in zip(keys, self._held_elsewhere(keys), strict=True):
+        for key, is_there in zip(keys, self._held_by_peers(keys), strict=True):
             if is_there:
                 self._settle("elsewhere")
             else:
@@ -239,7 +239,7 @@ class _DrainJob:
         self._settle("gone", len(keys) - len(here))
         return here
 
-    def _held_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def _held_by_peers(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these another host has that is not about to leave."""
         is_elsewhere = [False] * len(keys)
         for tier in self._tiers:

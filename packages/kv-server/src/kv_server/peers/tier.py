@@ -363,7 +363,7 @@ class PeersTier:
                 self._holders.pop(key, None)
                 _remember(self._hidden, key, None)
         forgets = [wire.PeerForget(self._namespace, pack_keys(some)) for some in _questions(keys)]
-        if all(self._removed_there(forget) for forget in forgets):
+        if all(self._removed_at_host(forget) for forget in forgets):
             with self._lock:
                 for key in keys:
                     self._hidden.pop(key, None)
@@ -374,14 +374,14 @@ class PeersTier:
             self._holders.clear()
         if self._directory is not None:
             self._directory.cleared(self._cleared_s)
-        self._removed_there(wire.PeerClear(self._namespace, b""))
+        self._removed_at_host(wire.PeerClear(self._namespace, b""))
 
     def clear_tenant(self, tenant: bytes) -> None:
         with self._lock:
             self._hidden_tenants.add(tenant)
             for key in [key for key in self._holders if key.tenant == tenant]:
                 del self._holders[key]
-        if self._removed_there(wire.PeerClear(self._namespace, tenant)):
+        if self._removed_at_host(wire.PeerClear(self._namespace, tenant)):
             with self._lock:
                 self._hidden_tenants.discard(tenant)
 
@@ -543,7 +543,7 @@ class PeersTier:
             return set()
         return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
 
-    def _removed_there(self, request: wire.PeerForget | wire.PeerClear) -> bool:
+    def _removed_at_host(self, request: wire.PeerForget | wire.PeerClear) -> bool:
         """Whether the server that keeps the chunks has removed these too. If it cannot, they stay hidden here."""
         hosts = self._hosts.peers() if self._stores else []
         answers = self._hosts.each(hosts, lambda host: host.ask(request, wire.PeerHeld, self._answer_s))

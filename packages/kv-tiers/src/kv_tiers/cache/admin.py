@@ -279,7 +279,7 @@ class Administration:
                 with self._host.lock:
                     self._host.check_open()
                     self._host.move(to_move[start : start + AT_ONCE])
-                _let_others_in()
+                _yield_lock()
             with self._host.lock:
                 self._shares.end_move()
             self.trim()
@@ -292,7 +292,7 @@ class Administration:
             with self._host.lock:
                 self._host.check_open()
                 is_too_much = self._host.trim(AT_ONCE)
-            _let_others_in()
+            _yield_lock()
 
 
 def warn_if_all_taken(shares: Shares) -> None:
@@ -315,6 +315,6 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
     return slots
 
 
-def _let_others_in() -> None:
+def _yield_lock() -> None:
     """Let waiting threads take the lock just released: without a pause we would take it again before they wake."""
     time.sleep(0.0001)

@@ -118,7 +118,8 @@ def slowest_tiers(
 ) -> tuple[str, ...]:
     """For each chunk of a hit the slowest tier that one of its keys comes from.
 
-    sources: the tier of each key that the hit needs (`ChunkShape.needed_places`). order: how slow a tier is. fastest: the tier of chunks of which nothing is needed.
+    sources: the tier of each key that the hit needs (`ChunkShape.needed_places`). order: how slow a tier is.
+    fastest: the tier of chunks of which nothing is needed.
     """
     if shape.is_plain and shape.keys_per_chunk == 1:
         return tuple(sources)
