@@ -104,9 +104,6 @@ class DramTier(IndexedTier):
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 
-    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._index.holds(keys)
-
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         entries = self._index.begin_load([read.key for read in reads])
         try:

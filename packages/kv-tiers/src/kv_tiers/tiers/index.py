@@ -607,6 +607,9 @@ class IndexedTier(ABC):
     def __init__(self, index: ExtentIndex) -> None:
         self._index = index
 
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._index.holds(keys)
+
     @abstractmethod
     def discard(self, keys: Sequence[ChunkKey]) -> None: ...
 
