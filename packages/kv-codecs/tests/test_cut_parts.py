@@ -219,7 +219,7 @@ def read(cache: LocalCache, key: ChunkKey) -> bytes | None:
 
 def is_held(cache: LocalCache, key: ChunkKey) -> bool:
     """By the disk tier."""
-    return cache.lower.holding([key])["disk"] == [True]
+    return cache.lower.locate([key]) == ["disk"]
 
 
 def test_a_small_disk_serves_twice_as_many_chunks_where_it_may_drop_parts(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kv_server.succession.image import (
     CacheImage,
     Passed,
     PoolImage,
-    end_others,
+    end_inherited_leases,
     restore_cache,
     restore_pool,
     restore_tiers,
@@ -219,7 +219,7 @@ class PassedOn(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        end_others(self.cache)
+        end_inherited_leases(self.cache)
         assert "job" not in self.cache.parts.leases.holders()
         for holder in ("1/a", "1/b", "2l"):
             self.cache.end(holder)

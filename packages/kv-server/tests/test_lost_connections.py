@@ -253,7 +253,7 @@ def test_what_was_given_up_while_away_is_given_back_at_the_return(served: Thread
 def cut_off(cache: RemoteCache) -> None:
     """Its connection is lost and it does not come back, though it lives and has the pool."""
     with cache._lock:
-        cache._must_return = False
+        cache._has_lasting_leases = False
         cache._link.lose("for the test")
         cache._link.back_off(1e9)
 

@@ -20,7 +20,7 @@ from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_server import launch, wire
 from kv_server import remote_cache as client_module
-from kv_server.connection import LOOK_S, MAX_BACK_OFF_S, Returning
+from kv_server.connection import LOOK_S, MAX_BACK_OFF_S, Reconnector
 from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     ThreadedServer,
@@ -176,7 +176,7 @@ def test_an_idle_client_is_with_the_next_server_and_its_next_lookup_finds_what_t
 def test_a_client_that_nobody_closes_leaves_nothing_behind(served: ThreadedServer) -> None:
     """Neither a session at the server nor a thread, though that waits for the end of the connection."""
     cache = served.join()
-    returning = cache._returning
+    returning = cache._reconnector
     assert returning.is_alive() and len(served.report().sessions) == 1
     del cache
 
@@ -212,7 +212,7 @@ def test_a_server_that_stays_away_is_tried_now_and_then() -> None:
             return None
 
     owner = Owner()
-    returning = Returning(owner.look)
+    returning = Reconnector(owner.look)
     returning._stopped = Stopped()
     returning.start()
     until(lambda: len(looks) == 6)

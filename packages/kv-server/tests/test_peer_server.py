@@ -496,7 +496,7 @@ def test_chunks_that_cannot_be_had_take_no_longer_together_than_one(
     for key in keys:
         store(cache, [key])
         (local,) = server.server.caches.values()
-        until(partial(lambda local, key: local.lower.holding([key])["dram"] == [True], local, key))
+        until(partial(lambda local, key: local.lower.locate([key]) == ["dram"], local, key))
     in_pool = local.admin.resident_keys()
     below = [key for key in keys if key not in in_pool]
     tier, found = tier_at(ending, port_of(server)), list[LoadOutcome]()

@@ -123,11 +123,11 @@ def test_a_client_that_could_start_no_thread_reconnects_by_its_calls_and_has_one
     with threads_left():
         cache = join_server(home)
     assert "only the engine's calls will reconnect" in caplog.text
-    assert not cache._returning.is_alive()
+    assert not cache._reconnector.is_alive()
     kill_server(server)
     server = start_server(home)
     until(lambda: cache.lookup([], "r").ended is Ended.ALL_HELD)
-    assert cache._returning.is_alive()
+    assert cache._reconnector.is_alive()
     kill_server(server)
     server = start_server(home)
     until(lambda: report_of(home / "s").sessions, 60)

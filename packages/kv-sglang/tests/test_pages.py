@@ -593,7 +593,7 @@ def test_pages_are_found_and_stored_as_their_request_says(make_pool: MakePool, r
         say(2, 4, tiers=["host"])
         say(4, 6, store=False)
         assert store.write(names, slots(*range(6))) == [True] * 4 + [False] * 2
-        until(lambda: inner.lower.holding(store.keys(names))["near"] == [True] * 2 + [False] * 4)
+        until(lambda: inner.lower.locate(store.keys(names)) == ["near"] * 2 + [""] * 4)
         assert store.held(names) == 4
         say(0, 6, load=False)
         assert store.held(names) == 0

@@ -105,7 +105,7 @@ def lose(cache: RemoteCache) -> None:
 
 def die(cache: RemoteCache) -> None:
     """As if its process were killed. It must not be called any more."""
-    cache._returning.stop()
+    cache._reconnector.stop()
     with cache._lock:
         cache._link.close()
 

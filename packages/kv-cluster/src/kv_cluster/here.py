@@ -18,7 +18,7 @@ from kv_server.http.endpoints import ServerView
 from kv_server.http.operation import Operation, Problem
 from kv_server.http.prefixes import MAX_KEYS, Key, Shaped, keys_of
 from kv_server.peers.tier import PeersTier
-from kv_tiers.cache.hits import last_boundary, whole_prefix
+from kv_tiers.cache.hits import last_boundary, slowest_tiers, whole_prefix
 from kv_tiers.cache.host import AT_ONCE, TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events import events
@@ -159,28 +159,21 @@ def _keys(body: Shaped) -> list[ChunkKey]:
 
 def _held(cache: LocalCache, keys: Sequence[ChunkKey], shape: ChunkShape) -> Counter[str]:
     """How many chunks of the longest hit are in each tier of this host."""
-    parts, places = cache.parts, [""] * len(keys)
+    parts = cache.parts
+    places: list[str] = []
     for start in range(0, len(keys), AT_ONCE):  # engines get the lock in between
         with parts.host.lock:
             parts.host.check_open()
-            for place in range(start, min(start + AT_ONCE, len(keys))):
-                places[place] = TIER if parts.index.find(keys[place]) is not None else ""
-    order = [TIER]
-    for lane in cache.lower.local_lanes():
-        order.append(lane.name)
-        missing = [place for place, tier in enumerate(places) if not tier]
-        for place, is_held in zip(missing, lane.holds([keys[place] for place in missing]), strict=True):
-            places[place] = lane.name if is_held else ""
+            places += ["" if parts.index.find(key) is None else TIER for key in keys[start : start + AT_ONCE]]
+    places = parts.lower.locate(keys, places, only_here=True)
+    order = [TIER, *(lane.name for lane in parts.lower.local_lanes())]
 
     def is_there(place: int) -> bool:
         return bool(places[place])
 
     chunks, _ = last_boundary(shape, whole_prefix(shape, len(keys) // shape.keys_per_chunk, is_there), is_there)
-    tiers = [TIER] * chunks
-    for place in shape.needed_places(chunks):
-        chunk = place // shape.keys_per_chunk
-        tiers[chunk] = max(tiers[chunk], places[place], key=order.index)
-    return Counter(tiers)
+    sources = [places[place] for place in shape.needed_places(chunks)]
+    return Counter(slowest_tiers(chunks, shape, sources, order.index, TIER))
 
 
 def _drop_own(cache: LocalCache, keys: Sequence[ChunkKey]) -> None:

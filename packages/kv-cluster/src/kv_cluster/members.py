@@ -77,10 +77,7 @@ class Finder:
 
     def __init__(self, tiers: Iterable[Mapping[str, object]], reach: Reach, listen: str = "") -> None:
         """tiers: as in the settings of a server. listen: its `peers.listen`; empty: these are no server's.
-
-        Raises:
-            ConfigError: none is of type peers, or one cannot be honoured.
-        """
+        Raises `ConfigError`: none is of type peers, or one cannot be honoured."""
         peers = [tier for tier in tiers if tier.get("type") == "peers"]
         if not peers:
             raise ConfigError("these settings name no other servers: there is no tier of type peers")
@@ -105,10 +102,8 @@ class Finder:
 
     def listed(self) -> list[Member]:
         """Those of the setting `hosts`, or found in the directory so far; of a host with several, none is reachable.
-
-        Raises:
-            ConfigError: `hosts` may leave out the server whose settings these are, and its address is not known.
-        """
+        Raises `ConfigError`: `hosts` may leave out the server whose settings these are, and its address is not
+        known."""
         if self._config.directory is None:
             addresses = _with_own({read_host_port(host, "peers: hosts") for host in self._config.hosts}, self._own)
         else:
@@ -120,10 +115,7 @@ class Finder:
 
     def read(self, formats: Iterable[tuple[int, str]]) -> bool:
         """Read the directory for chunks of these sizes and fingerprints. Returns whether it was for any the first time.
-
-        Raises:
-            ConfigError: the directory cannot be read, or has too many formats.
-        """
+        Raises `ConfigError`: the directory cannot be read, or has too many formats."""
         config = read_options(DirectoryConfig, self._config.directory or {}, _WHERE)
         contexts = [
             TierContext(size, size, fingerprint_of_tier(self._tier, fingerprint)) for size, fingerprint in formats

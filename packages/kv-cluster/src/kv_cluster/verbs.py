@@ -465,15 +465,13 @@ def open_fleet(
     is_unprotected: bool = False,
     timeout_s: float,
 ) -> Fleet:
-    """The servers that these settings lead to.
+    """The servers that these settings lead to. Raises `ConfigError`: the settings name no others, or these cannot be
+    found. Raises `NotDone`: the seed does not answer.
 
     tiers, listen, peers_listen: of one of them (`http.listen` and `peers.listen`; empty: it has none).
     url: of every server's HTTP; empty: http, at the port of `listen`.
     seed: the URL of a server's HTTP that says which formats there are; empty: at `listen`.
     is_unprotected: as for `Reach`.
-
-    Raises:
-        ConfigError: the settings name no others, or these cannot be found. NotDone: the seed does not answer.
     """
     address = read_host_port(listen, "http: listen") if listen else None
     if url:

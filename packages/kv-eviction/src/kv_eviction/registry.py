@@ -40,11 +40,8 @@ POLICY_NAMES: tuple[str, ...] = tuple(name for name in _BUILT_IN if name != "noo
 
 
 def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
-    """A new policy for a tier of this many chunks.
-
-    Raises:
-        ConfigError: no installed package has this policy, or it does not take these parameters.
-    """
+    """A new policy for a tier of this many chunks. Raises `ConfigError`: no installed package has this policy, or it
+    does not take these parameters."""
     parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = parameters.pop("name", None)
     if not isinstance(name, str):

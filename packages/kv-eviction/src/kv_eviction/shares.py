@@ -170,14 +170,12 @@ class Shares(EvictionPolicy):
         ]
 
     def set_quota(self, tenant: bytes, slots: int | None) -> None:
-        """Give the tenant a share of this many slots, or change its size; None: it uses the common share.
+        """Give the tenant a share of this many slots, or change its size; None: it uses the common share. Raises
+        `ConfigError`: the other quotas leave less than that.
 
         If the tenant had no share before, or has none from now on, its slots must be moved: move all of `to_move` and
         then call `end_move` before another quota is set. Slots beyond a share's size stay until they are evicted
         (`over`).
-
-        Raises:
-            ConfigError: the other quotas leave less than that.
         """
         assert self._moving is None
         share = self._quota_shares.get(tenant)

@@ -33,13 +33,11 @@ def build_bus(
     caches: Callable[[], Iterable[LocalCache]] = tuple,
     others: "Callable[[], Iterable[Metric]]" = tuple,
 ) -> tuple[EventBus, History | None]:
-    """The bus, which its owner closes after its caches; and the history on it, if one is configured.
+    """The bus, which its owner closes after its caches; and the history on it, if one is configured. Raises
+    `ConfigError`: a setting that cannot be honoured; the text says what to change.
 
     caches: those on this bus that exist now, for metrics that are pushed. Called from any thread.
     others: metrics that are pushed besides those of caches. Called from any thread.
-
-    Raises:
-        ConfigError: a setting that cannot be honoured; the text says what to change.
     """
     bus = EventBus()
     subscribers: list[Subscriber] = []
@@ -63,11 +61,8 @@ def build_bus(
 
 def check_observe(config: ObserveConfig) -> None:
     """Check what `build_bus` would refuse, without writing or sending anything. What a subscriber of another package
-    thinks of its parameters is known only once it is made.
-
-    Raises:
-        ConfigError: a setting that cannot be honoured; the text says what to change.
-    """
+    thinks of its parameters is known only once it is made. Raises `ConfigError`: a setting that cannot be honoured; the
+    text says what to change."""
     if config.record:
         check_record(config.record, config.record_bytes)
     if config.otel:
@@ -83,10 +78,7 @@ def check_observe(config: ObserveConfig) -> None:
 
 
 def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
-    """
-    Raises:
-        ConfigError: there is no such subscriber, or it does not take these parameters.
-    """
+    """Raises `ConfigError`: there is no such subscriber, or it does not take these parameters."""
     name, factory, parameters = find_subscriber(spec)
     subscriber = factory(parameters, bus)
     if not isinstance(subscriber, Subscriber):
@@ -95,10 +87,7 @@ def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
 
 
 def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFactory, dict[str, Any]]:
-    """The name of the subscriber, its factory, and the parameters for that.
-
-    Raises:
-        ConfigError: there is no such subscriber.
-    """
+    """The name of the subscriber, its factory, and the parameters for that. Raises `ConfigError`: there is no such
+    subscriber."""
     name, parameters = name_and_parameters(spec, "observe.subscribers")
     return name, load_plugin(GROUP, "subscriber", name), parameters

@@ -216,11 +216,7 @@ def resource() -> Resource:
 
 def make_spans(bus: EventBus) -> Spans:
     """Make spans with the exporters that OTEL_TRACES_EXPORTER names: otlp (the default, over HTTP), console, none, or
-    another package's.
-
-    Raises:
-        ConfigError: there is no such exporter.
-    """
+    another package's. Raises `ConfigError`: there is no such exporter."""
     provider = TracerProvider(resource=resource())
     for exporter in span_exporters():
         provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -228,11 +224,7 @@ def make_spans(bus: EventBus) -> Spans:
 
 
 def span_exporters() -> list[SpanExporter]:
-    """The exporters that OTEL_TRACES_EXPORTER names.
-
-    Raises:
-        ConfigError: there is no such exporter.
-    """
+    """The exporters that OTEL_TRACES_EXPORTER names. Raises `ConfigError`: there is no such exporter."""
     names = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")
     exporters = [exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter) for name in names]
     return [exporter for exporter in exporters if exporter is not None]
@@ -241,11 +233,8 @@ def span_exporters() -> list[SpanExporter]:
 def exporter_of(
     signal: str, name: str, otlp: Callable[[], Exporter], console: Callable[[], Exporter]
 ) -> Exporter | None:
-    """The exporter of this name for traces or metrics. signal: which of the two.
-
-    Raises:
-        ConfigError: there is no such exporter.
-    """
+    """The exporter of this name for traces or metrics. signal: which of the two. Raises `ConfigError`: there is no such
+    exporter."""
     if name in ("otlp", ""):
         return otlp()
     if name == "console":
@@ -351,21 +340,13 @@ def make_pushed_metrics(
     bus: EventBus, caches: Callable[[], Iterable[LocalCache]], others: Callable[[], Iterable["Family"]] = tuple
 ) -> PushedMetrics | None:
     """Uses the exporter that OTEL_METRICS_EXPORTER names: otlp (the default, over HTTP), console, or another package's.
-    Returns None if it names none.
-
-    Raises:
-        ConfigError: there is no such exporter, or the interval is invalid.
-    """
+    Returns None if it names none. Raises `ConfigError`: there is no such exporter, or the interval is invalid."""
     interval_s, exporter = export_interval_s(), metric_exporter()
     return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
 
 
 def export_interval_s() -> float:
-    """OTEL_METRIC_EXPORT_INTERVAL.
-
-    Raises:
-        ConfigError: it is invalid.
-    """
+    """OTEL_METRIC_EXPORT_INTERVAL. Raises `ConfigError`: it is invalid."""
     text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
     try:
         interval_s = float(text) / 1e3 if text else INTERVAL_S
@@ -377,10 +358,7 @@ def export_interval_s() -> float:
 
 
 def metric_exporter() -> MetricExporter | None:
-    """The exporter that OTEL_METRICS_EXPORTER names; None: it names none.
-
-    Raises:
-        ConfigError: there is no such exporter.
-    """
+    """The exporter that OTEL_METRICS_EXPORTER names; None: it names none. Raises `ConfigError`: there is no such
+    exporter."""
     name = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip()
     return exporter_of("metrics", name, OTLPMetricExporter, ConsoleMetricExporter)

@@ -113,14 +113,11 @@ def simulate(
     turn_ends: Sequence[bool] = (),
     times_s: Sequence[float] = (),
 ) -> Served:
-    """Replay the prompts over these tiers, the fastest first.
+    """Replay the prompts over these tiers, the fastest first. Raises `ConfigError`: there is no policy of that name.
 
     turn_ends: of each request, whether the first tier's policy learns that it ended its user's turn; empty: of none.
     times_s: when each request arrived; empty: not known.
     progress: called after each request with the number done.
-
-    Raises:
-        ConfigError: there is no policy of that name.
     """
     tiers = [_Tier(plan, may_refuse=len(plans) == 1) for plan in plans]
     parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}

@@ -343,11 +343,8 @@ _KINDS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Check, before the work, which would be in vain, whether `draw_plot` can make this file.
-
-    Raises:
-        InputError: it is not a kind of picture that we draw, or matplotlib is missing.
-    """
+    """Check, before the work, which would be in vain, whether `draw_plot` can make this file. Raises `InputError`: it
+    is not a kind of picture that we draw, or matplotlib is missing."""
     if Path(path).suffix not in _KINDS:
         raise InputError(f"--plot {path}: end the name in one of {', '.join(_KINDS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -355,13 +352,11 @@ def check_plot(path: str) -> None:
 
 
 def draw_plot(path: str, traces: Mapping[str, tuple[int, Lines]], what: str = "hit ratio by tokens") -> None:
-    """One panel per trace: the gain over capacity in % of unique chunks, one line per policy.
+    """One panel per trace: the gain over capacity in % of unique chunks, one line per policy. Raises `OSError`: the
+    file cannot be written.
 
     traces: by name, how many unique chunks it has, and the lines. what: the name of their axis. Call `check_plot`
     first.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -249,10 +249,7 @@ class Recorder(Subscriber):
     """
 
     def __init__(self, bus: EventBus, path: str, max_bytes: int) -> None:
-        """
-        Raises:
-            ConfigError: no file can be created there.
-        """
+        """Raises `ConfigError`: no file can be created there."""
         self._bus = bus
         self._path = Path(path)
         self._max_bytes = max_bytes
@@ -297,11 +294,7 @@ class Recorder(Subscriber):
 
 
 def check_record(path: str, max_bytes: int) -> None:
-    """Check the settings of a `Recorder`.
-
-    Raises:
-        ConfigError: no file can be created there.
-    """
+    """Check the settings of a `Recorder`. Raises `ConfigError`: no file can be created there."""
     if max_bytes < 1:
         raise ConfigError(f"observe: record_bytes is {max_bytes}; a trace needs room, such as 64MiB")
     if not os.access(Path(path).parent, os.W_OK | os.X_OK):
@@ -372,10 +365,7 @@ class _TraceFile:
             os.close(self._file)
 
     def _write(self, data: bytes) -> None:
-        """
-        Raises:
-            OSError: not all of it could be written; if possible, none of it was.
-        """
+        """Raises `OSError`: not all of it could be written; if possible, none of it was."""
         if self._ends_mid_line:
             data = b"\n" + data
         start, written = os.fstat(self._file).st_size, 0

@@ -120,12 +120,8 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
 
 @contextmanager
 def pool_bytes(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
-    """The bytes of this extent, while the body runs.
-
-    Raises:
-        MisuseError: the cache is closed. This is checked before each chunk, because a server that stops does not wait
-            until a file is complete.
-    """
+    """The bytes of this extent, while the body runs. Raises `MisuseError`: the cache is closed. This is checked before
+    each chunk, because a server that stops does not wait until a file is complete."""
     cache.admin.check_open()
     try:
         chunk = cache.pool.view[extent.offset : extent.offset + extent.nbytes]

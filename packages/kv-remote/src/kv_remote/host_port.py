@@ -38,10 +38,7 @@ class HostPort(msgspec.Struct, frozen=True):
 
 def read_host_port(text: str, where: str) -> HostPort:
     """where: the user's name for this setting, for the error.
-
-    Raises:
-        ConfigError: the text is not a host and a port.
-    """
+    Raises `ConfigError`: the text is not a host and a port."""
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16

@@ -40,10 +40,7 @@ class Keys(Message):
     joined: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * max(KEY_BYTES))] = b""
 
     def unpack(self) -> list[ChunkKey]:
-        """
-        Raises:
-            InputError: these are not keys of this release.
-        """
+        """Raises `InputError`: these are not keys of this release."""
         nbytes, joined = self.key_bytes, self.joined
         if not joined:
             return []
@@ -55,10 +52,7 @@ class Keys(Message):
 
 
 def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
-    """
-    Raises:
-        MisuseError: the keys differ in length. Those of one prompt do not, because one scheme made them.
-    """
+    """Raises `MisuseError`: the keys differ in length. Those of one prompt do not, because one scheme made them."""
     if not keys:
         return Keys()
     nbytes, joined = len(keys[0]), b"".join(keys)
@@ -74,11 +68,8 @@ def framed(message: Message, version: int) -> bytes:
 
 
 def decoded(decoder: "msgspec.msgpack.Decoder[M]", body: bytes | bytearray, what_not: str) -> M:
-    """The message behind a header. what_not: begins the error's text.
-
-    Raises:
-        InputError: it is none of the decoder's, within its bounds.
-    """
+    """The message behind a header. what_not: begins the error's text. Raises `InputError`: it is none of the decoder's,
+    within its bounds."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,11 +77,8 @@ def decoded(decoder: "msgspec.msgpack.Decoder[M]", body: bytes | bytearray, what
 
 
 def check_header(header: bytes | bytearray | memoryview, *, version: int, max_bytes: int) -> int:
-    """The length of the message behind a frame's header.
-
-    Raises:
-        InputError: another version of the protocol, or a message longer than `max_bytes`.
-    """
+    """The length of the message behind a frame's header. Raises `InputError`: another version of the protocol, or a
+    message longer than `max_bytes`."""
     nbytes, frame_version = HEADER.unpack_from(header)
     if frame_version != version:
         raise InputError(

@@ -335,10 +335,7 @@ make_mooncake_tier = factory_of(MooncakeTier, MooncakeConfig, "mooncake")
 
 
 def _checked(code: int) -> int:
-    """
-    Raises:
-        TierDown: it is an error that does not concern one object.
-    """
+    """Raises `TierDown`: it is an error that does not concern one object."""
     if code < 0:
         raise TierDown(f"Mooncake's client answers with error {code}")
     return code

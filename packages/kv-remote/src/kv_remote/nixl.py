@@ -124,7 +124,7 @@ class _Agent:
         while True:
             if is_serving:
                 self._agent.get_new_notifs()
-                if not self._hears(_REST_S):
+                if not self._has_message(_REST_S):
                     continue
             message = self._control.recv(_MAX_MESSAGE_BYTES)
             if len(message) > _READ.size:
@@ -135,7 +135,7 @@ class _Agent:
             else:
                 return
 
-    def _hears(self, within_s: float) -> bool:
+    def _has_message(self, within_s: float) -> bool:
         return bool(select.select([self._control], [], [], within_s)[0])
 
     def _read(self, metadata: bytes, address: int, nbytes: int) -> bytes:
@@ -150,7 +150,7 @@ class _Agent:
             )
             transfer = self._agent.initialize_xfer("READ", here, there, self._hosts[metadata])
             state = self._agent.transfer(transfer)
-            while state == "PROC" and not self._hears(_REST_S):
+            while state == "PROC" and not self._has_message(_REST_S):
                 state = self._agent.check_xfer_state(transfer)
             self._agent.release_xfer_handle(transfer)
         except Exception as error:  # noqa: BLE001  # whatever NIXL raises, the other side is to hear of it

@@ -218,11 +218,8 @@ class RedisTier:
     # Which servers.
 
     def _spread(self, keys: Sequence[ChunkKey], items: Sequence[Item], work: Work[Item, T]) -> list[T]:
-        """The answer for every item, from the server that stores its key; one redirection is followed.
-
-        Raises:
-            TierDown: a server cannot be reached or answers with an error that is not about a chunk.
-        """
+        """The answer for every item, from the server that stores its key; one redirection is followed. Raises
+        `TierDown`: a server cannot be reached or answers with an error that is not about a chunk."""
 
         def work_by_number(connection: Connection, numbers: Sequence[int], asking: bool) -> list[T | ErrorReply]:
             return work(connection, [items[number] for number in numbers], asking)
@@ -287,11 +284,8 @@ class RedisTier:
     # Values that a server does not take.
 
     def _store_alone(self, write: Write) -> StoreOutcome:
-        """Store a chunk with which, or with a neighbour of which, a connection was lost.
-
-        Raises:
-            TierDown: the server does not answer either without it.
-        """
+        """Store a chunk with which, or with a neighbour of which, a connection was lost. Raises `TierDown`: the server
+        does not answer either without it."""
         try:  # on two connections, so it is not the server's restart that lost them
             outcomes: list[StoreOutcome] = self._spread([write.key], [write], self._store)
         except ConnectionLostError as error:

@@ -150,11 +150,7 @@ class Connection(AbstractConnection):
         return self.read_reply(max_bytes)
 
     def read_reply(self, max_bytes: int = _MAX_SMALL_BYTES) -> Reply:
-        """Any one reply.
-
-        Raises:
-            OversizedReplyError: it has more than `max_bytes`.
-        """
+        """Any one reply. Raises `OversizedReplyError`: it has more than `max_bytes`."""
         self._sock.begin(max_bytes)
         try:
             reply = self._parser.read_response(disable_decoding=True)
@@ -248,12 +244,9 @@ class RedisPool(ConnectionPool):
         super().__init__(connection_class=kind, max_connections=1 << 30, **options)
 
     def talk(self, work: Callable[[Connection], T]) -> T:
-        """The result of a conversation; it is restarted on another connection if the first one is lost.
-
-        Raises:
-            TierDown: the server cannot be reached, is too slow, or does not speak the protocol; `ConnectionLostError`
-                if the other connection was lost as well.
-        """
+        """The result of a conversation; it is restarted on another connection if the first one is lost. Raises
+        `TierDown`: the server cannot be reached, is too slow, or does not speak the protocol; `ConnectionLostError` if
+        the other connection was lost as well."""
         try:
             result: T = _ONCE_MORE.call_with_retry(lambda: self._converse(work), lambda _: None)
         except (RedisError, OSError, ProtocolError) as error:

@@ -136,10 +136,7 @@ class Servers:
     """The servers of one tier. Safe to call from any thread."""
 
     def __init__(self, config: RedisAccess, where: str) -> None:
-        """
-        Raises:
-            ConfigError: the settings contradict each other, or cannot be used on this machine.
-        """
+        """Raises `ConfigError`: the settings contradict each other, or cannot be used on this machine."""
         try:
             from redis.crc import key_slot
 
@@ -169,11 +166,8 @@ class Servers:
         self._slots: list[Address | None] = []
 
     def addresses_of(self, names: Sequence[bytes]) -> list[Address]:
-        """For each of these values, the server of the cluster that stores it.
-
-        Raises:
-            TierDown: it cannot be determined.
-        """
+        """For each of these values, the server of the cluster that stores it. Raises `TierDown`: it cannot be
+        determined."""
         _, slots = self._find_servers()
         addresses = []
         for name in names:
@@ -327,10 +321,7 @@ class Servers:
 
 def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
     """The server of each slot, from an answer to CLUSTER SLOTS: ranges, and the servers of each, the master first.
-
-    Raises:
-        TierDown: the answer is something else.
-    """
+    Raises `TierDown`: the answer is something else."""
     slots: list[Address | None] = [None] * _SLOTS
     for entry in answer if isinstance(answer, list) else [answer]:
         match entry:

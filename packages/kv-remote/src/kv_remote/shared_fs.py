@@ -102,11 +102,8 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def opened_below(top: str, path: str) -> Iterator[int]:
-    """A descriptor of the directory `path`, which is relative to `top`. Only `top` itself may be a link.
-
-    Raises:
-        OSError: it is not there, or a link is on the way.
-    """
+    """A descriptor of the directory `path`, which is relative to `top`. Only `top` itself may be a link. Raises
+    `OSError`: it is not there, or a link is on the way."""
     descriptor = os.open(top, _DIRECTORY)
     try:
         for name in path.split("/"):

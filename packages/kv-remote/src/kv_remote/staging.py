@@ -134,13 +134,10 @@ class StagedReader:
     def read(
         self, where: tuple[bytes, int], into: memoryview, timeout_s: float, on_progress: Callable[[], object]
     ) -> bytes:
-        """Fill `into`. Returns its checksum.
+        """Fill `into`. Returns its checksum. Raises `OSError`: the host is gone, slow or no such host.
 
         where: the metadata and the address there, neither of which need be true.
         timeout_s: for each piece of some megabytes, besides a second a megabyte. on_progress: called after each.
-
-        Raises:
-            OSError: the host is gone, slow or no such host.
         """
         metadata, address = where
         running = xxhash.xxh3_128()

@@ -126,12 +126,10 @@ class Caches:
                 self._left_s[name] = self._clock.now_s()
 
     def open(self, wanted: Format, in_use: Container[LocalCache]) -> bool:
-        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached.
+        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached. Raises
+        `OutOfThreadsError`: the system has no more threads for us.
 
         in_use: the caches that a client uses, or may come back to.
-
-        Raises:
-            OutOfThreadsError: the system has no more threads for us.
         """
         if wanted in self.opening:
             return True
@@ -170,12 +168,10 @@ class Caches:
 
     def take_over(self, wanted: Format, given: InheritedPool, quotas: QuotasSet) -> LocalCache:
         """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed. Its capacity is
-        that of the settings, if there is so much room in the pool.
+        that of the settings, if there is so much room in the pool. Raises `ConfigError`: the settings cannot be
+        honoured.
 
         given: that pool. quotas: `quotas_set` there.
-
-        Raises:
-            ConfigError: the settings cannot be honoured.
         """
         self.quotas_set = dict(quotas)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))

@@ -262,7 +262,7 @@ class _Later(threading.Thread):
         if is_http_open:
             self._serve_http()
         try:
-            self._server.alone()
+            self._server.finish_take_over()
         except TierDown:  # it has been stopped meanwhile
             return
         if not is_http_open:

@@ -2,7 +2,7 @@
 
 `ServerConnection` is one connection: greetings and requests. One that has failed in any way is not used again: a late
 answer would be taken for the next request's. `Link` uses a server while it is there, and never waits for one that is
-not. `Returning` is the thread that notices its end though no call is made.
+not. `Reconnector` is the thread that notices its end though no call is made.
 """
 
 import logging
@@ -261,7 +261,7 @@ def ask_server_for(path: Path, request: wire.Request, wanted: type[A], *, timeou
 
 FIRST_BACK_OFF_S: Final = 0.02
 MAX_BACK_OFF_S: Final = 0.4
-"""Short enough for an idle engine to be back within a second (`Returning`); connecting in vain takes microseconds."""
+"""Short enough for an idle engine to be back within a second (`Reconnector`); connecting in vain takes microseconds."""
 OPENING_S: Final = 600.0
 """How much longer to wait at first for a server that opens its tiers: a disk with millions of chunks takes minutes."""
 
@@ -274,7 +274,7 @@ class Link:
     """A request that is not answered in time closes the connection. Later calls try to reconnect, at once at first and
     then ever less often, and never wait longer than connecting to a local socket takes; the greeting is read by later
     calls, once it has arrived. Those calls are requests, and those of a thread that has nothing to request
-    (`Returning`).
+    (`Reconnector`).
 
     Not safe to use from several threads at once.
     """
@@ -467,7 +467,7 @@ LOOK_S: Final = 0.2
 """How often it tries."""
 
 
-class Returning(threading.Thread):
+class Reconnector(threading.Thread):
     """Watches a client's connection, and reconnects it when it is lost, until `stop` is called or its owner is gone.
 
     An engine that is idle for an hour makes no call that would find out. Two things must not wait for one: a server
@@ -480,7 +480,7 @@ class Returning(threading.Thread):
     def __init__(self, look: Callable[[], socket.socket | None]) -> None:
         """look: a bound method, whose object is not kept alive here. It notices that the connection has ended, tries to
         reconnect, and returns a descriptor of the connection, which is closed here; None: there is none."""
-        super().__init__(name="kv-return", daemon=True)
+        super().__init__(name="kv-reconnect", daemon=True)
         self._look = weakref.WeakMethod(look, lambda _: self.stop())
         self._stopped = threading.Event()
         self._watched: socket.socket | None = None

@@ -126,13 +126,11 @@ def estimate(
     queue_s: float,
     tenant: bytes = NO_TENANT,
 ) -> EngineEstimate:
-    """What the engine would do with a prompt. Reads the cache and changes nothing; may be called on any thread.
+    """What the engine would do with a prompt. Reads the cache and changes nothing; may be called on any thread. Raises
+    `InputError`: not digests, or not a tag.
 
     digests: of the prompt's whole chunks.
     tokens: number of tokens of the prompt.
-
-    Raises:
-        InputError: not digests, or not a tag.
     """
     shape = served.shape
     columns = [

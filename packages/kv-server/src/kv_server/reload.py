@@ -115,7 +115,7 @@ class Reloading(threading.Thread):
             try:
                 self._change_tenants(quotas_of(old.tenants), new.tenants)
             finally:
-                self._server.submit(self._let_go)
+                self._server.submit(self._allow_opening)
             self._config = msgspec.structs.replace(old, tenants=new.tenants)
         return ReloadReport(changed, refused)
 
@@ -143,7 +143,7 @@ class Reloading(threading.Thread):
             formats.held_for = "its settings are being read again"
         return why
 
-    def _let_go(self) -> None:
+    def _allow_opening(self) -> None:
         self._server.formats.held_for = ""
 
     def _change_tenants(self, before: Mapping[bytes, int], tenants: list[Tenant]) -> None:

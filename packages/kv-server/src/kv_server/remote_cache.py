@@ -3,7 +3,7 @@
 It fails only into a miss. While the server is away (dead, hung, restarting), lookups find nothing, stores get no room
 and operations in progress have failed; nothing raises and nothing waits. A call that is not answered in time closes the
 connection. Later calls try to reconnect, at once at first and then ever less often, and never wait longer than
-connecting to a local socket takes. So does a thread (`Returning`), which notices that the server has ended though the
+connecting to a local socket takes. So does a thread (`Reconnector`), which notices that the server has ended though the
 engine makes no call.
 
 A reconnect finds one of two things. The same server still has this client's lasting leases (those to write, and
@@ -55,7 +55,7 @@ from kv_tiers.pool.populated import Places, PopulatedPages, distance, slot_bytes
 from kv_tiers.threads import start_thread
 
 from kv_server import wire
-from kv_server.connection import Link, Opening, Returning
+from kv_server.connection import Link, Opening, Reconnector
 
 _log = limited_logger(__name__)
 A = TypeVar("A", bound=wire.Answer)
@@ -74,10 +74,7 @@ class MappedPool:
         """group_bytes: as for `PayloadSizes`.
         descriptor: closed here in any case.
         core_dump: a core dump of this process has the pool in it.
-
-        Raises:
-            TierDown: it cannot be mapped, or is shorter than it should be.
-        """
+        Raises `TierDown`: it cannot be mapped, or is shorter than it should be."""
         self.name = name
         self.sizes = PayloadSizes(group_bytes)
         self.chunk_bytes = self.sizes.largest
@@ -154,7 +151,8 @@ class RemoteCache:
         core_dump: bool = False,
     ) -> None:
         """Connect and register; this waits for the server, up to `connect_timeout_s`, and much longer for one that has
-        greeted us and is opening its tiers.
+        greeted us and is opening its tiers. Raises `ConfigError`: no server answers there, or it refuses this client;
+        the text says why.
 
         group_bytes, fingerprint: the chunks' format: the size of each group's, and what the bytes mean. Sessions with
             the same format share chunks.
@@ -163,9 +161,6 @@ class RemoteCache:
         on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
             whichever call connected to the restarted server and must not call the cache.
         core_dump: a core dump of this process has the pool in it.
-
-        Raises:
-            ConfigError: no server answers there, or it refuses this client; the text says why.
         """
         self.socket = socket
         """Where its server listens."""
@@ -192,7 +187,7 @@ class RemoteCache:
         self.lease_s = 0.0
         """The same server's, whatever the engine's own settings say."""
         self._closed = False
-        self._must_return = False  # what was leased on this connection, or before it, may outlive it
+        self._has_lasting_leases = False  # what was leased on this connection, or before it, may outlive it
         self.generation = -1
         self._polled = -1  # the generation whose changes were asked for
         self.pool: MappedPool
@@ -206,7 +201,7 @@ class RemoteCache:
             on_disconnected=self._disconnected,
         )
         self._link.open(connect_timeout_s)
-        self._start_returning()
+        self._start_reconnector()
 
     def lookup(
         self,
@@ -395,16 +390,16 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
-            if self._must_return:
+            if self._has_lasting_leases:
                 self._reconnect_to_leases(time.monotonic() + self._timeout_s)
             if self._link.connection is not None:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
-            self._returning.stop()
+            self._reconnector.stop()
             self._link.close()
             self.pool.close()
-        if self._returning.is_alive():
-            self._returning.join(_END_S)
+        if self._reconnector.is_alive():
+            self._reconnector.join(_END_S)
 
     # What follows is called under the lock.
 
@@ -418,21 +413,21 @@ class RemoteCache:
         if lasts:
             if not self._link.is_up():
                 return None
-            self._must_return = True  # only now: a new connection has nothing that lasts
+            self._has_lasting_leases = True  # only now: a new connection has nothing that lasts
         return self._link.ask(request, answer)
 
     def _disconnected(self) -> None:
         """The connection is lost."""
-        if not self._returning.is_alive():  # it could not be started before
-            self._start_returning()
+        if not self._reconnector.is_alive():  # it could not be started before
+            self._start_reconnector()
 
-    def _start_returning(self) -> None:
-        self._returning = Returning(self._look)
-        if why := start_thread(self._returning):
+    def _start_reconnector(self) -> None:
+        self._reconnector = Reconnector(self._look)
+        if why := start_thread(self._reconnector):
             _log.warning("only the engine's calls will reconnect to a cache server that was away: %s", why)
 
     def _look(self) -> socket.socket | None:
-        """Runs on the thread of `Returning`."""
+        """Runs on the thread of `Reconnector`."""
         with self._lock:
             if self._closed:
                 return None
@@ -497,7 +492,7 @@ class RemoteCache:
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
         self.tiers, self.lease_s = answer.tiers, answer.lease_s
-        self._must_return = bool(local_leases)
+        self._has_lasting_leases = bool(local_leases)
 
     def _catch_up(self) -> None:
         """Tell the server which leases were given up and which keys forgotten after it became unreachable."""

@@ -52,7 +52,7 @@ from kv_server.report import MAX_TENANTS, CacheReport, Registration, ReloadRepor
 from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
 from kv_server.shrinking import PINS, Shrinking
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
-from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
+from kv_server.succession.image import Passed, end_inherited_leases, restore_cache, restore_pool, restore_tiers
 from kv_server.succession.upgrade import STOPPED_S, PassingOn, TakingOver
 from kv_server.wire import Format
 
@@ -134,14 +134,12 @@ class CacheServer:
         succession: TakingOver | None = None,
         ports: Ports | None = None,
     ) -> None:
-        """Bind the socket. Clients that connect from now on wait until `serve`.
+        """Bind the socket. Clients that connect from now on wait until `serve`. Raises `ConfigError`: another server
+        has it, or it cannot be used.
 
         address: of an earlier server of these settings; None: bind the socket.
         succession: everything is taken over from the server that this names. Call `take_over`, then `serve`.
         ports: in use, or handed over.
-
-        Raises:
-            ConfigError: another server has it, or it cannot be used.
         """
         self._config = config
         self._lease_s = config.host.lease_s
@@ -314,7 +312,7 @@ class CacheServer:
                 self.reload(partial(self._reloaded, client), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
-                explain_elsewhere(partial(explainer(self), request), partial(self._explained, client))
+                explain_on_thread(partial(explainer(self), request), partial(self._explained, client))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -668,13 +666,13 @@ class CacheServer:
         text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
         _log.info(text, chunks, len(rest.clients), 1e3 * waited_s)
 
-    def alone(self) -> None:
+    def finish_take_over(self) -> None:
         """On another thread, while this server serves: wait until the server that it took over from has ended, and
         take what only one process can have."""
         assert self._succession is not None
         self._succession.wait_for_end()
         for cache in self.submit(lambda: list(self.caches.values())).result():
-            end_others(cache)
+            end_inherited_leases(cache)
         if self._peers is None:
             self.submit(self._serve_peers).result()
 
@@ -842,7 +840,7 @@ def explainer(server: CacheServer) -> Callable[[wire.Explain], wire.Explanations
     return lambda request: explain_prompt(request, *state)
 
 
-def explain_elsewhere(
+def explain_on_thread(
     explaining: Callable[[], wire.Explanations], then: Callable[["Future[wire.Explanations]"], object]
 ) -> None:
     """Do this on a thread of its own, and call `then` there with its outcome. A prompt of thousands of chunks with many

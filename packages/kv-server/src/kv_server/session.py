@@ -268,7 +268,7 @@ class Session:
     def _commit(self, lease: int) -> None:
         lasting = self.lasting.get(lease)
         if lasting is None or not lasting.is_write:
-            self._check_not_anothers(lease)
+            self._check_owner(lease)
             raise MisuseError(f"write lease {lease} is not open in this session")
         self._close_lasting(lease)
         self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
@@ -279,7 +279,7 @@ class Session:
 
     def _release(self, lease: int) -> bool:
         if lease not in self._timed:
-            self._check_not_anothers(lease)
+            self._check_owner(lease)
             return False
         self._forget_timed(lease)
         return self.cache.release(ReadLease(LeaseId(lease), (), ()), ends_holds=self._ends_holds)
@@ -298,12 +298,12 @@ class Session:
         """None: it is not open. A lease of another session is misuse."""
         lease = self.lasting.pop(number, None)
         if lease is None:
-            self._check_not_anothers(number)
+            self._check_owner(number)
         else:
             self._keys_held -= lease.keys
         return lease
 
-    def _check_not_anothers(self, lease: int) -> None:
+    def _check_owner(self, lease: int) -> None:
         if self._is_open_elsewhere(lease):
             raise MisuseError(f"lease {lease} belongs to another session")
 

@@ -127,7 +127,7 @@ def test_what_a_peer_holds_comes_up_into_the_own_pool_and_is_priced(ending: Exit
 def wait_until_stored(peer: ThreadedServer, key: ChunkKey) -> None:
     """In the tier below the peer's pool."""
     (cache,) = peer.server.caches.values()
-    until(lambda: cache.lower.holding([key])["dram"] == [True])
+    until(lambda: cache.lower.locate([key]) == ["dram"])
 
 
 def test_what_left_a_peers_pool_comes_from_its_own_tiers_as_it_is_stored_there(ending: ExitStack) -> None:

@@ -53,10 +53,8 @@ def fingerprint_of_tier(tier: Mapping[str, object], fingerprint: str) -> str:
 
 
 def check_parts(tiers: Sequence[Mapping[str, object]]) -> None:
-    """
-    Raises:
-        ConfigError: a tier is set to drop parts, but what is left could not be read, or nothing is stored there.
-    """
+    """Raises `ConfigError`: a tier is set to drop parts, but what is left could not be read, or nothing is stored
+    there."""
     for number, tier in enumerate(tiers):
         if not drops_parts(tier):
             continue
@@ -73,10 +71,7 @@ def check_parts(tiers: Sequence[Mapping[str, object]]) -> None:
 
 
 def check_approximate(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> None:
-    """
-    Raises:
-        ConfigError: approximations could reach a tier, or an engine that did not allow them.
-    """
+    """Raises `ConfigError`: approximations could reach a tier, or an engine that did not allow them."""
     check_parts(tiers)
     if not is_approximate(tiers):
         if exact_fingerprint(fingerprint) != fingerprint:

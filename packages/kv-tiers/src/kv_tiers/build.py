@@ -40,20 +40,13 @@ CODECS: Final = "kv_tiers.codecs"
 
 
 def tier_factory(type_name: str) -> TierFactory:
-    """The factory of tiers of this type.
-
-    Raises:
-        ConfigError: no installed package has the type, two do, or importing it fails.
-    """
+    """The factory of tiers of this type. Raises `ConfigError`: no installed package has the type, two do, or importing
+    it fails."""
     return load_plugin(TIERS, "tier of type", type_name)
 
 
 def codec_factory(name: str) -> CodecFactory:
-    """The factory of the codec with this name.
-
-    Raises:
-        ConfigError: as for `tier_factory`.
-    """
+    """The factory of the codec with this name. Raises `ConfigError`: as for `tier_factory`."""
     return load_plugin(CODECS, "codec", name)
 
 
@@ -74,7 +67,7 @@ def build_local_cache(
     extensions: Sequence[Extension] = (),
     handed_over: InheritedPool | None = None,
 ) -> LocalCache:
-    """A cache for chunks of one format.
+    """A cache for chunks of one format. Raises `ConfigError`: the settings cannot be honoured on this machine.
 
     group_bytes: size of a chunk of each group, by `ChunkKey.group`.
     fingerprint: identifies the format of the chunks' bytes, of all groups together.
@@ -84,9 +77,6 @@ def build_local_cache(
     tenants: those with a quota have that much of the pool to themselves.
     extensions: what takes part in the cache besides its tiers.
     handed_over: another process's shared pool, to be used instead of a new one.
-
-    Raises:
-        ConfigError: the settings cannot be honoured on this machine.
     """
     check_approximate(tiers, fingerprint)
     chunk_bytes = PayloadSizes(group_bytes).largest
@@ -159,11 +149,7 @@ def build_local_cache(
 
 def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) -> None:
     """Check what `build_local_cache` would refuse, as far as possible without the format of the chunks and without
-    writing to any medium.
-
-    Raises:
-        ConfigError: a setting is invalid.
-    """
+    writing to any medium. Raises `ConfigError`: a setting is invalid."""
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
     check_capacity(max(config.capacity_bytes, config.max_capacity_bytes))
@@ -187,10 +173,7 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
 
 
 def refuse_gds(tiers: Sequence[Mapping[str, object]], why: str) -> None:
-    """
-    Raises:
-        ConfigError: a tier is of type `gds`, whose files only an engine's own worker can read.
-    """
+    """Raises `ConfigError`: a tier is of type `gds`, whose files only an engine's own worker can read."""
     for number, tier in enumerate(tiers):
         if tier.get("type") == "gds":
             raise ConfigError(f"tiers[{number}]: type: gds {why}; write type: disk, whose chunks pass through the pool")
@@ -198,10 +181,7 @@ def refuse_gds(tiers: Sequence[Mapping[str, object]], why: str) -> None:
 
 def build_lane(options: Mapping[str, object], context: TierContext, *, where: str) -> tuple[Lane, WriteMode]:
     """One tier behind its lane, and when chunks are written to it. where: the user's name for this place, for errors.
-
-    Raises:
-        ConfigError: the options cannot be honoured.
-    """
+    Raises `ConfigError`: the options cannot be honoured."""
     factory, lane_config, tier_options = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)

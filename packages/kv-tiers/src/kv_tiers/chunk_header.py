@@ -121,12 +121,10 @@ def prefix_bytes(wanted_bytes: int, decoded_bytes: int) -> int:
 def pack_header(
     key: ChunkKey, parent: ChunkKey | None, chunk: memoryview, format_id: bytes, checksum: bytes | None = None
 ) -> bytes:
-    """The header of a chunk whose payload is its own bytes. It reads all of them: call it without a lock.
+    """The header of a chunk whose payload is its own bytes. It reads all of them: call it without a lock. Raises
+    `MisuseError`: as `make_header`.
 
     checksum: of the bytes, if known; they are then not read, and there are no checksums of pieces.
-
-    Raises:
-        MisuseError: as `make_header`.
     """
     pieces: tuple[bytes, ...] = ()
     if checksum is None:
@@ -150,11 +148,8 @@ def checksums_of(payload: memoryview, decoded_bytes: int) -> tuple[bytes, tuple[
 
 
 def make_header(header: Header) -> bytes:
-    """Encode a header.
-
-    Raises:
-        MisuseError: a key of more than `MAX_KEY_BYTES`, or the name of a codec of more than `MAX_CODEC_BYTES`.
-    """
+    """Encode a header. Raises `MisuseError`: a key of more than `MAX_KEY_BYTES`, or the name of a codec of more than
+    `MAX_CODEC_BYTES`."""
     parent = b"" if header.parent is None else header.parent
     if max(len(header.key), len(parent)) > MAX_KEY_BYTES:
         raise MisuseError(f"a chunk's header has room for keys of {MAX_KEY_BYTES} bytes")

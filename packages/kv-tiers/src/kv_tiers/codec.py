@@ -34,11 +34,8 @@ class Codec(Protocol):
         so encoding saves nothing, and the chunk is stored unencoded."""
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Write the whole chunk to `out`, whatever options it was encoded with.
-
-        Raises:
-            CodecError: this is not an encoded chunk of `len(out)` bytes.
-        """
+        """Write the whole chunk to `out`, whatever options it was encoded with. Raises `CodecError`: this is not an
+        encoded chunk of `len(out)` bytes."""
 
 
 PREFIX_DIVISORS: Final = (2, 4)
@@ -54,11 +51,8 @@ class DecodesPrefixes(Protocol):
 
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
         """Like `decode`, from the parts of the payload that are complete in `prefix`. Returns the number of those
-        parts.
-
-        Raises:
-            CodecError: it is not a prefix of an encoded chunk of `len(out)` bytes, or is shorter than the first part.
-        """
+        parts. Raises `CodecError`: it is not a prefix of an encoded chunk of `len(out)` bytes, or is shorter than the
+        first part."""
 
 
 @runtime_checkable

@@ -44,10 +44,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def check_lease(lease_s: float) -> None:
-    """
-    Raises:
-        ConfigError: it is not positive.
-    """
+    """Raises `ConfigError`: it is not positive."""
     if not lease_s > 0:
         raise ConfigError(f"lease_s={lease_s}: a lease must last longer than 0 s; 300 is the default")
 

@@ -38,10 +38,7 @@ class Cipher:
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
         """key: 32 bytes. fingerprint: identifies the format of the unencrypted chunks.
-
-        Raises:
-            ConfigError: the package cryptography is not installed.
-        """
+        Raises `ConfigError`: the package cryptography is not installed."""
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives import ciphers
@@ -103,13 +100,11 @@ def _run(running: "AEADCipherContext", source: memoryview, out: memoryview) -> N
 
 
 def read_cipher(path: str, fingerprint: str, where: str) -> Cipher:
-    """The cipher with the key in a file: 32 bytes, or 64 hex digits, of a file that is this user's alone.
+    """The cipher with the key in a file: 32 bytes, or 64 hex digits, of a file that is this user's alone. Raises
+    `ConfigError`: there is no such file, others have access to it, or it has something else.
 
     fingerprint: of the unencrypted chunks.
     where: the user's name for this place, for errors.
-
-    Raises:
-        ConfigError: there is no such file, others have access to it, or it has something else.
     """
     secret = read_secret(Path(path), f"{where}: encryption_key_file", empty_hint="make one with: openssl rand -hex 32")
     key = secret

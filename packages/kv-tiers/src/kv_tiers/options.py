@@ -46,11 +46,8 @@ def in_words(error: Exception) -> str:
 
 
 def read_options(settings: type[Settings], options: Mapping[str, object], where: str) -> Settings:
-    """The settings in `options`. where: the user's name for this place, for errors.
-
-    Raises:
-        ConfigError: an unknown option, naming the nearest known one; a value of the wrong type or out of range.
-    """
+    """The settings in `options`. where: the user's name for this place, for errors. Raises `ConfigError`: an unknown
+    option, naming the nearest known one; a value of the wrong type or out of range."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(settings)}
     for name in options:
         if name not in fields:
@@ -99,10 +96,7 @@ def _takes(wanted: Any, kind: type) -> bool:
 
 def byte_count(value: int | str, where: str) -> int:
     """A number of bytes from a whole number or text: "4096", "4MiB", "1.5 GiB", "2GB" (units of 1000), "5.36e+11".
-
-    Raises:
-        ConfigError: anything else, or a fraction of a byte.
-    """
+    Raises `ConfigError`: anything else, or a fraction of a byte."""
     if isinstance(value, int):
         return value
     match = _BYTES.fullmatch(value.strip())

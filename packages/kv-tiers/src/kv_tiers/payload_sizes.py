@@ -19,10 +19,7 @@ class PayloadSizes:
 
     def __init__(self, group_bytes: Sequence[int]) -> None:
         """group_bytes: by `ChunkKey.group`. A group beyond these is unknown and has the largest size.
-
-        Raises:
-            ConfigError: no groups, too many, or one of size 0.
-        """
+        Raises `ConfigError`: no groups, too many, or one of size 0."""
         self.group_bytes = tuple(group_bytes)
         if not 0 < len(self.group_bytes) <= MAX_GROUPS or min(self.group_bytes) <= 0:
             raise ConfigError(

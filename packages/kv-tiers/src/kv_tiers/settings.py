@@ -114,11 +114,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     http: HttpConfig = HttpConfig()
 
     def scheme(self) -> ChainScheme:
-        """How tokens become digests.
-
-        Raises:
-            ConfigError: the secret is missing, short or readable by others.
-        """
+        """How tokens become digests. Raises `ConfigError`: the secret is missing, short or readable by others."""
         secret = b""
         if self.algorithm == "blake2b":
             if not self.secret_file:
@@ -158,11 +154,8 @@ class Layer:
 
 
 def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
-    """An engine's settings in force, and for each where it came from.
-
-    Raises:
-        ConfigError: an unknown key (with the nearest valid name), a value of the wrong type, or one out of range.
-    """
+    """An engine's settings in force, and for each where it came from. Raises `ConfigError`: an unknown key (with the
+    nearest valid name), a value of the wrong type, or one out of range."""
     options = dict(extra)
     file = options.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
     layers = [Layer("extra config", options)]
@@ -171,7 +164,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
     if settings.server.url:
-        settings, in_force = _kept_elsewhere(settings, in_force)
+        settings, in_force = _with_remote_server(settings, in_force)
     for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
         if listen and not settings.server.socket:
             _log.warning(
@@ -186,13 +179,10 @@ _URL: Final = re.compile(r"kvs://((\[[0-9A-Fa-f:.]+\]|[^][:/?#@\s]+):[1-9][0-9]{
 _SMALL_POOL_BYTES: Final = 1 << 30
 
 
-def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
+def _with_remote_server(settings: Settings, in_force: Sequence[Setting]) -> tuple[Settings, list[Setting]]:
     """What `server.url` stands for: a small pool, unless its size is given, and a tier that stores at that server.
-
-    Raises:
-        ConfigError: it is not such a URL, a server of this host is named, too, or the small pool has no room for the
-            tenants' quotas.
-    """
+    Raises `ConfigError`: it is not such a URL, a server of this host is named, too, or the small pool has no room for
+    the tenants' quotas."""
     server, match = settings.server, _URL.fullmatch(settings.server.url)
     if server.socket:
         raise ConfigError("server.socket is a kv-server on this host, server.url one on another: leave one of them out")
@@ -212,10 +202,7 @@ def _kept_elsewhere(settings: Settings, in_force: Sequence[Setting]) -> tuple[Se
 
 def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
     """The settings from the layers and then the environment, and the source of each. The first that has a value wins.
-
-    Raises:
-        ConfigError: as for `load`.
-    """
+    Raises `ConfigError`: as for `load`."""
     known = dict(_paths(Settings))
     chosen: dict[str, tuple[object, str]] = {}
     for layer in layers:
@@ -247,11 +234,8 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a file, YAML, TOML or JSON by its extension; `-` is standard input, JSON or YAML.
-
-    Raises:
-        ConfigError: it cannot be read, or is not of the kind that its name indicates.
-    """
+    """The settings in a file, YAML, TOML or JSON by its extension; `-` is standard input, JSON or YAML. Raises
+    `ConfigError`: it cannot be read, or is not of the kind that its name indicates."""
     source = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
     if path == STANDARD_INPUT and sys.stdin is None:
         raise ConfigError(f"{source} is closed; name a file instead of -")
@@ -393,10 +377,7 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
 
 
 def _check_text(path: str, value: object, origin: str) -> None:
-    """
-    Raises:
-        ConfigError: text in it cannot be the name of a file or a host.
-    """
+    """Raises `ConfigError`: text in it cannot be the name of a file or a host."""
     if isinstance(value, str):
         try:
             is_bad = b"\0" in os.fsencode(value)

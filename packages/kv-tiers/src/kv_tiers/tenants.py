@@ -26,12 +26,9 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
-    """Parse a list of `TenantConfig` from a file. capacity_bytes: of the pool.
-
-    Raises:
-        ConfigError: an option is unknown, missing or out of range; a salt's file is accessible to others; a name or a
-            salt is repeated; the quotas exceed the pool.
-    """
+    """Parse a list of `TenantConfig` from a file. capacity_bytes: of the pool. Raises `ConfigError`: an option is
+    unknown, missing or out of range; a salt's file is accessible to others; a name or a salt is repeated; the quotas
+    exceed the pool."""
     if not isinstance(listed, Sequence) or not all(isinstance(entry, Mapping) for entry in listed):
         raise ConfigError("tenants: write a list with the name, salt_file and quota_bytes of each tenant")
     tenants = [_read(options, f"tenants[{number}]") for number, options in enumerate(listed)]

@@ -10,11 +10,7 @@ class OutOfThreadsError(RuntimeError):
 
 
 def must_start(thread: threading.Thread) -> None:
-    """Start it.
-
-    Raises:
-        OutOfThreadsError: the system refuses that; the text says what an operator can do.
-    """
+    """Start it. Raises `OutOfThreadsError`: the system refuses that; the text says what an operator can do."""
     if why := start_thread(thread):
         raise OutOfThreadsError(
             f"no more threads can be started ({why}): raise the limit of this process's user (ulimit -u) or of its "

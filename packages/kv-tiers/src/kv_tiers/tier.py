@@ -250,11 +250,8 @@ class NamesChunks(Protocol):
 
     def some_keys(self, count: int) -> list[ChunkKey]:
         """Up to this many of the chunks held, in any order. It sends a few messages to the medium at most, so it may
-        find none on a large one. Called when a cache starts, on a background thread.
-
-        Raises:
-            TierDown: the medium cannot be reached, or does not list what it holds.
-        """
+        find none on a large one. Called when a cache starts, on a background thread. Raises `TierDown`: the medium
+        cannot be reached, or does not list what it holds."""
 
 
 @runtime_checkable
@@ -320,12 +317,9 @@ class SupportsFileExtents(Protocol):
         """Locate chunks, with their checksums. If a chunk's bytes turn out to be wrong, `discard` it."""
 
     def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
-        """End the lease: its holder no longer reads these chunks.
+        """End the lease: its holder no longer reads these chunks. Raises `MisuseError`: it was ended before.
 
         failed: those that the device could not read, passed over for a while as after a `load` that failed.
-
-        Raises:
-            MisuseError: it was ended before.
         """
 
 

@@ -62,18 +62,12 @@ class Verdict:
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:
-    """
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Raises `OSError`: the file cannot be written."""
     path.write_text(json.dumps({"version": VERSION, **asdict(verdict)}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_verdict(path: Path) -> Verdict:
-    """
-    Raises:
-        ConfigError: there is no such file, or `kv judge` did not write it.
-    """
+    """Raises `ConfigError`: there is no such file, or `kv judge` did not write it."""
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -100,17 +94,14 @@ FIRST_PARTS: Final = "progressive"
 def demand(
     path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False, codec: str = ""
 ) -> None:
-    """Refuse formats that lose more than the operator allows, or that were not measured.
+    """Refuse formats that lose more than the operator allows, or that were not measured. Raises `ConfigError`: a lossy
+    format was not measured, or not on such a model, or loses more; or chunks of these formats have no first parts.
 
     path: the verdict's path; "" if only a bound was given.
     max_kl: the bound in nats; 0: no bound.
     formats: the proved formats of the engine's groups, with all heads or a rank's. Exact ones are always allowed.
     approximate: whether first parts of chunks are read alone.
     codec: the name in findings of the lossy codec of the engine's tiers; "" without one.
-
-    Raises:
-        ConfigError: a lossy format was not measured, or not on such a model, or loses more; or chunks of these
-            formats have no first parts.
     """
     if approximate:
         _check_approximable(formats)
@@ -122,12 +113,10 @@ def demand(
 
 
 def check(path: str, max_kl: float, kinds: Sequence[str]) -> None:
-    """As far as settings alone can be checked, without an engine's layers: for `kv config`.
+    """As far as settings alone can be checked, without an engine's layers: for `kv config`. Raises `ConfigError`: the
+    verdict cannot be read, or an engine with these settings would refuse to start.
 
     kinds: the lossy formats that they choose, by their names in findings.
-
-    Raises:
-        ConfigError: the verdict cannot be read, or an engine with these settings would refuse to start.
     """
     if path:
         read_verdict(Path(path))

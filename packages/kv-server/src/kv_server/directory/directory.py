@@ -258,14 +258,11 @@ class Directory:
         signatures: "Signatures | None",
         where: str,
     ) -> None:
-        """Does not connect yet.
+        """Does not connect yet. Raises `ConfigError`: the settings cannot be honoured.
 
         peers: the connections; from now on their hosts come from the directory.
         answer_s: the time limit of one answer of a peer.
         signatures: of all entries; None: entries have none.
-
-        Raises:
-            ConfigError: the settings cannot be honoured.
         """
         self._config = config
         self._namespace = namespace

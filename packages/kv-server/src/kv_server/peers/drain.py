@@ -210,7 +210,7 @@ class _DrainJob:
         keys = self._still_here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
         began_s = time.monotonic()
         wanted = []
-        for key, is_there in zip(keys, self._held_elsewhere(keys), strict=True):
+        for key, is_there in zip(keys, self._held_by_peers(keys), strict=True):
             if is_there:
                 self._settle("elsewhere")
             else:
@@ -231,15 +231,15 @@ class _DrainJob:
 
     def _still_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of the keys that this host still holds."""
-        held_below = self._lower.held_here(keys)
+        below = self._lower.locate(keys, only_here=True)
         with self._host.lock:
             self._host.check_open()
-            pairs = zip(keys, held_below, strict=True)
-            here = [key for key, is_below in pairs if is_below or self._index.find(key) is not None]
+            pairs = zip(keys, below, strict=True)
+            here = [key for key, tier in pairs if tier or self._index.find(key) is not None]
         self._settle("gone", len(keys) - len(here))
         return here
 
-    def _held_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def _held_by_peers(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these another host has that is not about to leave."""
         is_elsewhere = [False] * len(keys)
         for tier in self._tiers:
@@ -416,13 +416,13 @@ class Offers:
         if not wanted or self.is_refused:
             # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
             return Offered(bytes([OfferFate.NOT_TAKEN] * len(wanted)), 0)
-        held_here = self._lower.held_here(wanted)
+        held_here = list(map(bool, self._lower.locate(wanted, only_here=True)))
         tier = self._tier if fetches and not self._host.is_frozen else None
         doubted = self._peers.doubted(wanted, cleared_for_s) if self._peers is not None else set()
         room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
         with self._host.lock:
             reviewed = self._review_unused()
-        is_below = self._lower.held_here(reviewed) if room_below else [False] * len(reviewed)
+        places = self._lower.locate(reviewed, only_here=True) if room_below else []
         with self._host.lock:
             share = self._host.shares.of(wanted[0].tenant)
             pairs = zip(wanted, held_here, strict=True)
@@ -431,7 +431,7 @@ class Offers:
             ]
             lacking = len(missing) - (share.slots // 2 - self._unused_of[share])
             if lacking > 0:
-                below = [key for key, is_there in zip(reviewed, is_below, strict=True) if is_there]
+                below = [key for key, tier in zip(reviewed, places, strict=False) if tier]
                 self._leave_to_tiers(below, share, min(lacking, room_below))
             missing = missing[: self._room(share, tier)]
             for key in missing:

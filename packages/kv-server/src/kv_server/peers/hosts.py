@@ -71,11 +71,8 @@ class Peer:
 
     def talk(self, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
         """The result of `work`, which is passed a connection and a deadline, `timeout_s` after it begins there. `work`
-        is restarted on a new connection if an idle one turns out to be dead before anything was received.
-
-        Raises:
-            OSError, InputError: it failed, and the peer is not contacted for a while.
-        """
+        is restarted on a new connection if an idle one turns out to be dead before anything was received. Raises
+        `OSError` and `InputError`: it failed, and the peer is not contacted for a while."""
         with self._lock:
             idle = self._idle.pop() if self._idle else None
             self.conversations += 1

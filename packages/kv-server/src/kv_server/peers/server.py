@@ -28,7 +28,7 @@ from kv_tiers.cache.host import ClosedError
 from kv_tiers.config import PeersConfig
 from kv_tiers.threads import join_all, must_start, start_thread
 
-from kv_server.address import REST_S, Ports
+from kv_server.address import Acceptor, Ports
 from kv_server.directory.entries import pack
 from kv_server.peers import wire
 from kv_server.peers.security import check_protected, nixl_starter, read_token, tls_files
@@ -66,10 +66,7 @@ class PeerServer:
         self, config: PeersConfig, find: FindCache, open_cache: Callable[[Format], object], ports: Ports
     ) -> None:
         """open_cache: as for `RemoteStores`.
-
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         _, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
@@ -130,37 +127,30 @@ class PeerServer:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         poller.register(self._ended, select.POLLIN)
+        acceptor = Acceptor(self._listener, greet=self._greet, turn_away=lambda refused: None)
         while poller.poll() and not self._ending.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:  # it has gone
-                continue
-            except OSError as error:
-                if not self._ending.is_set():
-                    _log.warning("peers cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error)
-                    self._ending.wait(REST_S)
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
+            if rest_s := acceptor.accept():
+                self._ending.wait(rest_s)
+        acceptor.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Serve it on a thread of its own. A peer that is refused learns only that the connection was closed."""
+        thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
+        why = ""
+        with self._lock:
+            if len(self._connected) >= self._config.max_connections:
+                limit = self._config.max_connections
+                why = f"there are as many connections as peers.max_connections allows, {limit}; write more"
+            else:
+                self._connected[thread] = sock
+                self._answering.add(thread)  # its first request will come soon
+        if why := why or start_thread(thread):
+            _log.warning("a peer is refused: %s", why)
             with self._lock:
-                is_full = len(self._connected) >= self._config.max_connections
-                if is_full:
-                    self._counts.turned_away += 1
-                else:
-                    self._connected[thread] = sock
-                    self._answering.add(thread)  # its first request will come soon
-            if is_full:  # the peer learns only that the connection was closed
-                sock.close()
-                _log.warning(
-                    "a peer is refused: there are as many connections as peers.max_connections allows, %d; write more",
-                    self._config.max_connections,
-                )
-                continue
-            if why := start_thread(thread):
-                _log.warning("a peer is refused: %s", why)
-                with self._lock:
-                    self._counts.turned_away += 1
-                    self._connected.pop(thread).close()
-                    self._answering.discard(thread)
+                self._counts.turned_away += 1
+                self._connected.pop(thread, None)
+                self._answering.discard(thread)
+            sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends, in whatever way."""

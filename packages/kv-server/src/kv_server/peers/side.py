@@ -17,7 +17,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_remote.host_port import HostPort
 from kv_tiers.cache.extension import CacheParts
-from kv_tiers.cache.host import AT_ONCE
+from kv_tiers.cache.host import AT_ONCE, TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, format_id, pack_header
 from kv_tiers.index.journal import Journal
@@ -60,6 +60,7 @@ class PeerReads:
     def __init__(self, parts: CacheParts, format_id: bytes) -> None:
         """format_id: of the chunks."""
         self._host, self._index, self._holds = parts.host, parts.index, parts.holds
+        self._lower = parts.lower
         self._lanes = parts.lower.local_lanes()
         """Of the tiers that answer from memory, hottest first."""
         self._verify = parts.verify
@@ -72,16 +73,12 @@ class PeerReads:
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these `read` would find."""
-        held: list[bool] = []
+        places: list[str] = []
         for start in range(0, len(keys), AT_ONCE):  # others get the lock in between
             with self._host.lock:
                 self._host.check_open()
-                held += [self._index.find(key) is not None for key in keys[start : start + AT_ONCE]]
-        for lane in self._lanes:
-            missing = [position for position, is_held in enumerate(held) if not is_held]
-            for position, is_held in zip(missing, lane.holds([keys[n] for n in missing]), strict=True):
-                held[position] = is_held
-        return held
+                places += ["" if self._index.find(key) is None else TIER for key in keys[start : start + AT_ONCE]]
+        return list(map(bool, self._lower.locate(keys, places, only_here=True)))
 
     def track(self) -> Contents:
         """Maintain `contents` from now on."""

@@ -214,11 +214,8 @@ class PeerTaker:
 
     def offer(self, chain: Sequence[ChunkKey], first: int) -> wire.Offered:
         """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
-        returns at once; offering the same chunks again reports the progress.
-
-        Raises:
-            OSError, InputError: it does not answer, or not as a peer does.
-        """
+        returns at once; offering the same chunks again reports the progress. Raises `OSError` and `InputError`: it does
+        not answer, or not as a peer does."""
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
     def _offer(self, chain: Sequence[ChunkKey], first: int, stream: wire.PeerStream, deadline: float) -> wire.Offered:
@@ -366,7 +363,7 @@ class PeersTier:
                 self._holders.pop(key, None)
                 _remember(self._hidden, key, None)
         forgets = [wire.PeerForget(self._namespace, pack_keys(some)) for some in _questions(keys)]
-        if all(self._removed_there(forget) for forget in forgets):
+        if all(self._removed_at_host(forget) for forget in forgets):
             with self._lock:
                 for key in keys:
                     self._hidden.pop(key, None)
@@ -377,14 +374,14 @@ class PeersTier:
             self._holders.clear()
         if self._directory is not None:
             self._directory.cleared(self._cleared_s)
-        self._removed_there(wire.PeerClear(self._namespace, b""))
+        self._removed_at_host(wire.PeerClear(self._namespace, b""))
 
     def clear_tenant(self, tenant: bytes) -> None:
         with self._lock:
             self._hidden_tenants.add(tenant)
             for key in [key for key in self._holders if key.tenant == tenant]:
                 del self._holders[key]
-        if self._removed_there(wire.PeerClear(self._namespace, tenant)):
+        if self._removed_at_host(wire.PeerClear(self._namespace, tenant)):
             with self._lock:
                 self._hidden_tenants.discard(tenant)
 
@@ -481,12 +478,10 @@ class PeersTier:
             self._on_handed_over(chain, handed_over.first, handed_over.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
-        """Which peers hold these: according to the directory, or by querying all peers that are up at once.
+        """Which peers hold these: according to the directory, or by querying all peers that are up at once. Raises
+        `TierDown`: no peer answers.
 
         anybody: query those that are backing off as well.
-
-        Raises:
-            TierDown: no peer answers.
         """
         with self._lock:
             wanted = [key for key in keys if not self._is_hidden(key)]
@@ -548,7 +543,7 @@ class PeersTier:
             return set()
         return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
 
-    def _removed_there(self, request: wire.PeerForget | wire.PeerClear) -> bool:
+    def _removed_at_host(self, request: wire.PeerForget | wire.PeerClear) -> bool:
         """Whether the server that keeps the chunks has removed these too. If it cannot, they stay hidden here."""
         hosts = self._hosts.peers() if self._stores else []
         answers = self._hosts.each(hosts, lambda host: host.ask(request, wire.PeerHeld, self._answer_s))

@@ -347,12 +347,10 @@ class PeerStream(TimedSocket):
         super().__init__(sock, _WAIT_S)
 
     def introduce(self, token: bytes, deadline: float) -> bytes:
-        """The connecting side's handshake. Returns the listening process's identifier.
+        """The connecting side's handshake. Returns the listening process's identifier. Raises `PermissionError`: the
+        peer refuses us.
 
         token: empty: none. It is sent, so the connection is inside TLS if there is one.
-
-        Raises:
-            PermissionError: the peer refuses us.
         """
         self.send_message(PeerHello(PACKAGE, token), deadline)
         return self.answer(PeerWelcome, deadline).process

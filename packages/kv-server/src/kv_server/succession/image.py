@@ -233,7 +233,7 @@ def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
     cache.admin.trim()
 
 
-def end_others(cache: LocalCache) -> None:
+def end_inherited_leases(cache: LocalCache) -> None:
     """The other process has ended: give back what its own threads had leased."""
     with cache.parts.host.lock:
         holders = [holder for holder in cache.parts.leases.holders() if not _OF_A_SESSION.fullmatch(holder)]

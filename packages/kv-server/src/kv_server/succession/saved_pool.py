@@ -30,7 +30,7 @@ from kv_tiers.threads import start_thread
 
 from kv_server.session import OrphanImage
 from kv_server.succession.channel import FORMAT, decoded, encoded
-from kv_server.succession.image import CacheImage, Passed, PoolImage, end_others, restore_cache, restore_pool
+from kv_server.succession.image import CacheImage, Passed, PoolImage, end_inherited_leases, restore_cache, restore_pool
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
@@ -87,7 +87,7 @@ def restore_saved(cache: LocalCache, index: SavedIndex) -> None:
     restore_cache(cache, index.cache)
     with cache.parts.host.lock:
         cache.parts.host.doubt(dict(zip(index.pool.at, index.checksums, strict=True)))
-    end_others(cache)
+    end_inherited_leases(cache)
     cache.admin.trim()
     thread = threading.Thread(target=_verify, args=(cache, index.pool.at), name="kv-verify", daemon=True)
     if why := start_thread(thread):

@@ -98,11 +98,7 @@ def _print_and_check(args: argparse.Namespace) -> None:
 
 def _check_server(settings: Settings) -> None:
     """Check what only `kv-server` uses, without listening, writing or sending anything. Whether an address is free
-    shows when it is bound.
-
-    Raises:
-        ConfigError: a server would refuse to start with these settings.
-    """
+    shows when it is bound. Raises `ConfigError`: a server would refuse to start with these settings."""
     from kv_server.config import server_config
     from kv_server.http.start import check_http
 

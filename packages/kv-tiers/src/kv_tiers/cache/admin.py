@@ -75,10 +75,7 @@ class Administration:
         self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
 
     def check_open(self) -> None:
-        """
-        Raises:
-            MisuseError: the cache is closed.
-        """
+        """Raises `MisuseError`: the cache is closed."""
         self._host.check_open()
 
     def pin(self, keys: Sequence[ChunkKey], name: str, *, shape: ChunkShape = PLAIN) -> int:
@@ -231,12 +228,7 @@ class Administration:
             places = [
                 TIER if index.find(key) is not None else BEING_WRITTEN if index.is_held(key) else "" for key in keys
             ]
-        missing = [position for position, place in enumerate(places) if not place]
-        for name, held in self._lower.holding([keys[position] for position in missing]).items():
-            for position, is_held in zip(missing, held, strict=True):
-                if is_held and not places[position]:
-                    places[position] = name
-        return places
+        return self._lower.locate(keys, places)
 
     def clear_tenant(self, tenant: bytes) -> int:
         """Forget every chunk with this tag, on all tiers, also those being written; returns how many the pool held.
@@ -270,14 +262,12 @@ class Administration:
 
     def set_quota(self, tenant: bytes, quota_bytes: int | None) -> None:
         """Reserve a part of the pool for the tenant with this tag: no other tenant's chunks go there, and this tenant's
-        go nowhere else. Rounded to whole chunks. None: the tenant uses the common share.
+        go nowhere else. Rounded to whole chunks. None: the tenant uses the common share. Raises `ConfigError`:
+        negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
 
         Chunks that no longer fit are evicted at once, except those being read or written, which are evicted when that
         ends. For a tenant with many chunks this takes seconds; it proceeds a few chunks at a time, so that other calls
         can run in between.
-
-        Raises:
-            ConfigError: negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
         """
         slots = None if quota_bytes is None else quota_slots(quota_bytes, self._host.pool.slot_bytes)
         with self._quota_lock:
@@ -289,7 +279,7 @@ class Administration:
                 with self._host.lock:
                     self._host.check_open()
                     self._host.move(to_move[start : start + AT_ONCE])
-                _let_others_in()
+                _yield_lock()
             with self._host.lock:
                 self._shares.end_move()
             self.trim()
@@ -302,7 +292,7 @@ class Administration:
             with self._host.lock:
                 self._host.check_open()
                 is_too_much = self._host.trim(AT_ONCE)
-            _let_others_in()
+            _yield_lock()
 
 
 def warn_if_all_taken(shares: Shares) -> None:
@@ -315,11 +305,7 @@ def warn_if_all_taken(shares: Shares) -> None:
 
 
 def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
-    """How many slots a quota is.
-
-    Raises:
-        ConfigError: the quota is negative, or less than one chunk of this size.
-    """
+    """How many slots a quota is. Raises `ConfigError`: the quota is negative, or less than one chunk of this size."""
     slots, remainder = divmod(quota_bytes, slot_bytes)
     if slots < 0 or (remainder and not slots):
         raise ConfigError(
@@ -329,6 +315,6 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
     return slots
 
 
-def _let_others_in() -> None:
+def _yield_lock() -> None:
     """Let waiting threads take the lock just released: without a pause we would take it again before they wake."""
     time.sleep(0.0001)

@@ -114,17 +114,18 @@ def whole_prefix(shape: ChunkShape, chunks: int, is_there: Callable[[int], bool]
 
 
 def slowest_tiers(
-    hit: Hit, shape: ChunkShape, sources: Sequence[str], order: Callable[[str], int], fastest: str
+    chunks: int, shape: ChunkShape, sources: Sequence[str], order: Callable[[str], int], fastest: str
 ) -> tuple[str, ...]:
-    """For each chunk of the hit the slowest tier that one of its keys comes from.
+    """For each chunk of a hit the slowest tier that one of its keys comes from.
 
-    sources: the tier of each slot. order: how slow a tier is. fastest: the tier of chunks of which nothing is needed.
+    sources: the tier of each key that the hit needs (`ChunkShape.needed_places`). order: how slow a tier is.
+    fastest: the tier of chunks of which nothing is needed.
     """
     if shape.is_plain and shape.keys_per_chunk == 1:
         return tuple(sources)
-    tiers = [fastest] * hit.chunks
+    tiers = [fastest] * chunks
     if sources.count(fastest) < len(sources):
-        for place, source in zip(shape.needed_places(hit.chunks), sources, strict=True):
+        for place, source in zip(shape.needed_places(chunks), sources, strict=True):
             chunk = place // shape.keys_per_chunk
             tiers[chunk] = max(tiers[chunk], source, key=order)
     return tuple(tiers)

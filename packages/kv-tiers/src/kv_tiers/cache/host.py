@@ -167,10 +167,7 @@ class HostTier:
         self._adopt()
 
     def check_open(self) -> None:
-        """
-        Raises:
-            ClosedError: the cache is closed.
-        """
+        """Raises `ClosedError`: the cache is closed."""
         if not self.is_open:
             raise ClosedError("the cache is closed")
 

@@ -342,7 +342,7 @@ class Holds:
                 if hold.retained_s and hold.until_s != hold.retained_s:
                     hold.until_s = hold.due_s = hold.retained_s
                     heappush(self._due, (hold.due_s, next(self._numbers), slot))
-            self._let_go([slot for slot in held if not self._held[slot].retained_s])
+            self._end([slot for slot in held if not self._held[slot].retained_s])
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""
@@ -357,11 +357,11 @@ class Holds:
                 heappush(self._due, (hold.due_s, number, slot))
             else:
                 expired[slot] = None
-        self._let_go(list(expired))
+        self._end(list(expired))
 
     def drop_forgotten(self) -> None:
         """End the holds of chunks that were forgotten."""
-        self._let_go([slot for slot in self._held if self._index.was_forgotten(slot)])
+        self._end([slot for slot in self._held if self._index.was_forgotten(slot)])
 
     def clear(self) -> None:
         """Forget all holds: the cache is being closed, which frees their slots too."""
@@ -370,7 +370,7 @@ class Holds:
         self._due.clear()
         self._read.clear()
 
-    def _let_go(self, slots: Sequence[int]) -> None:
+    def _end(self, slots: Sequence[int]) -> None:
         for slot in slots:
             tenant = self._held.pop(slot).tenant
             self._held_of[tenant] -= 1

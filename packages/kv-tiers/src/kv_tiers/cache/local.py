@@ -71,10 +71,7 @@ class LocalCache:
         share_policy: makes the policy of such a tenant's share, given its size in chunks.
         bounded: where lookups note the groups that do not need the whole prefix; the lower tiers read it.
         extensions: what takes part in this cache besides its tiers. Tiers that are extensions take part anyway.
-
-        Raises:
-            ConfigError: the quotas exceed the pool, or `lease_s` is not positive.
-        """
+        Raises `ConfigError`: the quotas exceed the pool, or `lease_s` is not positive."""
         check_lease(lease_s)
         self.pool = pool
         self.events = UNWATCHED if events is None else events
@@ -377,11 +374,8 @@ class LocalCache:
                 self.events.publish(events.HolderEnded(holder))
 
     def changes_since(self, upto: int) -> Changes:
-        """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`.
-
-        Raises:
-            MisuseError: the cache was created without events.
-        """
+        """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`. Raises
+        `MisuseError`: the cache was created without events."""
         if self.events is UNWATCHED:
             raise MisuseError("a cache without events keeps no record of them")
         return self.events.changes_since(upto)
@@ -443,12 +437,10 @@ class LocalCache:
 
     def close(self) -> None:
         """End every lease, finish pending spills, and unmap the pool. Takes a few seconds at most
-        (`ColdConfig.drain_s`).
+        (`ColdConfig.drain_s`). Raises `BufferError`: the pool's memory is still in use; the cache is closed but the
+        pool is not: close again later.
 
         A named pool's chunks remain for the next process.
-
-        Raises:
-            BufferError: the pool's memory is still in use; the cache is closed but the pool is not: close again later.
         """
         for extension in self.extensions:
             extension.detach()
@@ -547,7 +539,7 @@ class LocalCache:
         previous = self._leases.promise(holder, slots, now_s)
         if previous is not None:
             self._host.unlease(previous.slots)
-        tiers = slowest_tiers(hit, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
+        tiers = slowest_tiers(hit.chunks, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
         return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking, choice)
 
     def _open_read(

@@ -187,20 +187,22 @@ class LowerTiers:
         for lane in self.lanes:
             lane.clear_tenant(tenant)
 
-    def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
-        """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
-        return {lane.name: lane.holds(keys) for lane in self.lanes if lane.holds_is_local}
+    def locate(self, keys: Sequence[ChunkKey], places: Sequence[str] = (), *, only_here: bool = False) -> list[str]:
+        """For each key its place: the given one, or if that is empty the hottest tier that answers from memory that it
+        is there; empty: none. Takes no lock.
+
+        places: empty: none is known. only_here: of the tiers on this host.
+        """
+        found = list(places) or [""] * len(keys)
+        for lane in self.local_lanes() if only_here else [lane for lane in self.lanes if lane.holds_is_local]:
+            missing = [position for position, place in enumerate(found) if not place]
+            for position, is_held in zip(missing, lane.holds([keys[number] for number in missing]), strict=True):
+                found[position] = lane.name if is_held else ""
+        return found
 
     def local_lanes(self) -> list[Lane]:
         """The lanes of tiers that answer from memory of what is on this host, hottest first."""
         return [lane for lane in self.lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
-
-    def held_here(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of these the tiers on this host hold. Takes no lock."""
-        held = [False] * len(keys)
-        for lane in self.local_lanes():
-            held = [is_held or lane_holds for is_held, lane_holds in zip(held, lane.holds(keys), strict=True)]
-        return held
 
     def free_chunks(self, *, above: int) -> int:
         """How many more chunks fit into the tiers on this host above this one, where they get each chunk as it enters
@@ -214,7 +216,7 @@ class LowerTiers:
         return free
 
     def remote_tiers_skipped(self) -> list[str]:
-        """The tiers that `holding` skips."""
+        """The tiers that `locate` skips."""
         return [lane.name for lane in self.lanes if not lane.holds_is_local]
 
     def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:

@@ -161,7 +161,7 @@ class Presence:
     def was_in_time(self, tier: int) -> None:
         self.limit_s[tier] = min(2 * self.limit_s[tier], self._wait_s)
 
-    def came(self, tier: int, seconds: float) -> None:
+    def measured(self, tier: int, seconds: float) -> None:
         """An answer or chunks came from this tier, this long after they were requested, whether in time or too late."""
         if seconds <= self._wait_s:
             self.limit_s[tier] = max(self.limit_s[tier], min(_HEADROOM * seconds, self._wait_s))
@@ -208,7 +208,7 @@ class Presence:
             took_s = self._clock.now_s() - sent_s
             with self._lock:
                 self._recent[tier].add(any(holds), took_s)
-                self.came(tier, took_s)
+                self.measured(tier, took_s)
             for key, is_there in zip(keys, holds, strict=True):
                 if held[key] is None:
                     held[key] = is_there
@@ -751,7 +751,7 @@ class Promotions:
             chain = job.chain[: job.start + len(job.keys)]
             arrivals = [arrival for arrival, ok in zip(arrivals, is_usable, strict=True) if ok]
             self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
-            self._upgrades.came(job.tier, slots, arrivals, promotion.divisor)
+            self._upgrades.arrived(job.tier, slots, arrivals, promotion.divisor)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
@@ -760,7 +760,7 @@ class Promotions:
             if promotion.on_arrived is not None:
                 promotion.on_arrived(arrived_slots)
             began_s = job.began_s if wait is None else min(job.began_s, wait.answers.began_s)
-            self._presence.came(job.tier, self._clock.now_s() - began_s)
+            self._presence.measured(job.tier, self._clock.now_s() - began_s)
             if wait is not None and not wait.over:
                 self._presence.was_in_time(job.tier)
                 self._index.lease(arrived_slots)

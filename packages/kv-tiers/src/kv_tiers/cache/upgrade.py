@@ -111,7 +111,7 @@ class Upgrades:
         is_of_use = len(lane.divisors) > 1 and isinstance(lane.tier, ReadsRemainders)
         return is_of_use and self._cached_bytes + nbytes // lane.divisors[-1] <= KEPT_BYTES
 
-    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], divisor: int | None) -> None:
+    def arrived(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], divisor: int | None) -> None:
         """These have become resident.
 
         divisor: how much of each was requested. If all of it was, there is no more to read.

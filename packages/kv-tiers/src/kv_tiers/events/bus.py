@@ -152,11 +152,8 @@ class EventBus:
         return source
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on deliver every event to it. After `close` it receives none.
-
-        Raises:
-            OutOfThreadsError: the system has no thread to deliver events on.
-        """
+        """From now on deliver every event to it. After `close` it receives none. Raises `OutOfThreadsError`: the system
+        has no thread to deliver events on."""
         with self._lock:
             if self._closed:
                 return

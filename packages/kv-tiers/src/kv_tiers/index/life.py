@@ -64,11 +64,8 @@ _NEXT_BY_EVENT: Final = {event: {now: to for (now, on), to in _NEXT.items() if o
 
 
 def advance(life: list[Life], slots: Sequence[int], event: LifeEvent) -> None:
-    """Change the states of these slots as the event demands.
-
-    Raises:
-        MisuseError: a slot's state does not allow the event. That slot and those after it are unchanged.
-    """
+    """Change the states of these slots as the event demands. Raises `MisuseError`: a slot's state does not allow the
+    event. That slot and those after it are unchanged."""
     next_state = _NEXT_BY_EVENT[event]
     for slot in slots:
         try:

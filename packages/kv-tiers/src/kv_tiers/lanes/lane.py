@@ -172,10 +172,8 @@ class Workers:
         self._started: list[threading.Thread] = []
 
     def start(self) -> None:
-        """
-        Raises:
-            OutOfThreadsError: the system has no more threads for us. Some may have been started: `join` them.
-        """
+        """Raises `OutOfThreadsError`: the system has no more threads for us. Some may have been started: `join`
+        them."""
         for number in range(self._count):
             thread = threading.Thread(target=self._work, name=f"kv-{self._tier}-{number}", daemon=True)
             must_start(thread)
@@ -432,11 +430,8 @@ class Lane:
         return True
 
     def reopen(self) -> None:
-        """After `close`: make the tier again and go on with it.
-
-        Raises:
-            ConfigError: it cannot be made, and stays closed.
-        """
+        """After `close`: make the tier again and go on with it. Raises `ConfigError`: it cannot be made, and stays
+        closed."""
         assert self._make is not None
         self.tier = self._moving.tier = self._make()
         self.tier.name = self.name

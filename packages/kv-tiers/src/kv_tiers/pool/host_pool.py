@@ -116,13 +116,11 @@ class HostPool:
     def anonymous(
         cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), core_dump: bool = False
     ) -> "HostPool":
-        """Memory of this process alone, in huge pages where the machine has them.
+        """Memory of this process alone, in huge pages where the machine has them. Raises `ConfigError`: not enough
+        memory.
 
         chunk_bytes: of the largest chunk. group_bytes: of each group's; none: all have that size.
         core_dump: a core dump of this process has the pool in it.
-
-        Raises:
-            ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, slots)
         try:
@@ -145,14 +143,12 @@ class HostPool:
         fingerprint: str = "",
         core_dump: bool = False,
     ) -> "HostPool":
-        """A pool in a private file (mode 0600) in a directory of this user. One process at a time can open it.
+        """A pool in a private file (mode 0600) in a directory of this user. One process at a time can open it. Raises
+        `ConfigError`: not enough memory or space; another process uses the name; or the file is not ours.
 
         chunk_bytes, group_bytes, core_dump: as for `anonymous`.
         fingerprint: identifies the format of the chunks. If it, the chunks' sizes or the number of slots differ from
             the file's, the pool starts empty.
-
-        Raises:
-            ConfigError: not enough memory or space; another process uses the name; or the file is not ours.
         """
         slots_bytes = _check_size(name, chunk_bytes, slots)
         nbytes = nbytes_for(slots) + slots_bytes
@@ -194,7 +190,8 @@ class HostPool:
         core_dump: bool = False,
         descriptor: int = -1,
     ) -> "HostPool":
-        """A pool without a name in any file system; a process that receives `descriptor` can map it too.
+        """A pool without a name in any file system; a process that receives `descriptor` can map it too. Raises
+        `ConfigError`: not enough memory.
 
         Memory is allocated when it is first written, and freed when the last process that maps it ends. The file is
         sealed against truncation and growth, so that no process can take pages from under another.
@@ -203,9 +200,6 @@ class HostPool:
         mapped_slots: up to how many `slots` may be raised by a process that takes over; 0: no further.
         descriptor: of the pool of this name and size that another process hands over; -1: it is a new one. It is the
             pool's from now on.
-
-        Raises:
-            ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, mapped_slots or slots)
         is_new = descriptor < 0
@@ -242,23 +236,15 @@ class HostPool:
 
     @property
     def descriptor(self) -> int:
-        """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it, and
-        other processes get theirs from `lend`.
-
-        Raises:
-            MisuseError: not a shared pool.
-        """
+        """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it, and other
+        processes get theirs from `lend`. Raises `MisuseError`: not a shared pool."""
         if self._file < 0 or self.directory is not None:
             raise MisuseError(f"pool {self.name!r} is not shared, so it has no descriptor to hand out")
         return self._file
 
     def lend(self, token: bytes, *more: bytes) -> int:
         """A new descriptor of a shared pool, for another process to map. `is_lent` with one of the tokens says whether
-        it is still in use. The caller closes its copy.
-
-        Raises:
-            OSError: this process may open no more descriptors.
-        """
+        it is still in use. The caller closes its copy. Raises `OSError`: this process may open no more descriptors."""
         lent = -1
         try:
             # A description of its own, which lives as long as any descriptor or mapping that was made from it, in
@@ -382,11 +368,8 @@ class HostPool:
         return self.view[start : start + self.slot_bytes]
 
     def close(self) -> None:
-        """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
-
-        Raises:
-            BufferError: something derived from `view` is still alive; the pool stays open: release it and close again.
-        """
+        """Unmap, and leave a named pool's file for the next process. Closing again does nothing. Raises `BufferError`:
+        something derived from `view` is still alive; the pool stays open: release it and close again."""
         if self._closed:
             return
         self._pages.stop()
@@ -423,11 +406,7 @@ class HostPool:
 
 
 def pool_path(name: str) -> Path:
-    """The path of the named pool's file.
-
-    Raises:
-        ConfigError: not a valid file name.
-    """
+    """The path of the named pool's file. Raises `ConfigError`: not a valid file name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the pool's name {name!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with a dot")
     return _parent() / f"kv-tiers-{os.geteuid()}" / name
@@ -440,10 +419,7 @@ def _parent() -> Path:
 
 def check_capacity(nbytes: int, name: str = "") -> None:
     """Check a pool's size as far as that is possible without knowing the chunks. name: of the pool, for the error.
-
-    Raises:
-        ConfigError: it has no room for a chunk, or exceeds the machine's memory.
-    """
+    Raises `ConfigError`: it has no room for a chunk, or exceeds the machine's memory."""
     if nbytes < PAGE_BYTES:
         raise ConfigError(
             f"a capacity of {nbytes} bytes holds no chunk at all; write how much memory chunks may take, such as 4GiB"

@@ -27,14 +27,11 @@ _KUBERNETES: Final = (
 
 
 def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret into it") -> bytes:
-    """The content of the file, without a newline at its end.
+    """The content of the file, without a newline at its end. Raises `ConfigError`: there is no such file, others have
+    access to it, or it is empty. The text does not contain the secret.
 
     what: the setting that names the file, for errors.
     empty_hint: what to do about an empty file.
-
-    Raises:
-        ConfigError: there is no such file, others have access to it, or it is empty. The text does not contain the
-            secret.
     """
     description = f"{what} {path}"
     try:
@@ -104,11 +101,7 @@ def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
 
 
 def open_own_directory(path: Path, remedy: str) -> int:
-    """Open the directory, which must exist.
-
-    Raises:
-        ConfigError, OSError: as for `own_directory`.
-    """
+    """Open the directory, which must exist. Raises `ConfigError` and `OSError`: as for `own_directory`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check_directory(os.fstat(descriptor), path, remedy)
@@ -147,12 +140,10 @@ def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None 
 
 
 def open_locked(path: Path, open_file: Callable[[], int]) -> int | None:
-    """Open the file at this path and lock it. None: another process or descriptor has the lock.
+    """Open the file at this path and lock it. None: another process or descriptor has the lock. Raises `ConfigError`:
+    the file system has no locks.
 
     A file that was removed before it was locked protects nothing, so the file that has replaced it is opened instead.
-
-    Raises:
-        ConfigError: the file system has no locks.
     """
     while True:
         file = open_file()

@@ -63,67 +63,6 @@ from kv_tiers.tiers.disk_record import header_of
 from kv_tiers.tiers.index import IndexedTier, read_quotas
 from kv_tiers.tiers.space import Place
 
-# Extents of a disk tier's files, leased to callers that read the bytes (`kv_tiers.tier.SupportsFileExtents`).
-#
-# Only chunks that are stored unencoded and contiguously have an extent; the others need the tier's own `load`.
-
-
-class LendsExtents:
-    """A disk tier as `SupportsFileExtents`: its leases. Safe to call from any thread."""
-
-    def __init__(self, chunks: DiskChunks) -> None:
-        self._chunks = chunks
-        self._context = chunks.context
-        self._format_id = chunk_header.format_id(self._context.fingerprint)
-        self._ids = itertools.count()
-        self._reads_failed = False  # since the last probe that found something readable
-        self._leases: dict[int, list[int | None]] = {}  # under the lock of the chunks
-
-    def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
-        entries = self._chunks.begin_load(keys)
-        try:
-            extents = [
-                None if entry is None else self._lease_of(key, entry) for key, entry in zip(keys, entries, strict=True)
-            ]
-        except BaseException as error:
-            self._chunks.index.end_load(entries)
-            if isinstance(error, OSError):
-                raise self._chunks.down(error) from error
-            raise
-        lease = FileLease(next(self._ids), tuple(extents))
-        with self._chunks.lock:
-            self._leases[lease.id] = entries
-        return lease
-
-    def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
-        with self._chunks.lock:
-            entries = self._leases.pop(lease.id, None)
-            self._chunks.pass_over(failed)
-            self._reads_failed = self._reads_failed or bool(failed)
-        if entries is None:
-            raise MisuseError(f"file lease {lease.id} is not open")
-        self._chunks.index.end_load(entries)
-
-    def _lease_of(self, key: ChunkKey, entry: int) -> FileExtent | None:
-        """The extent to lease. None: the chunk is encoded or in pieces, or its record was wiped meanwhile or is
-        damaged; a load may report which."""
-        extent = self._chunks.index.extent(entry)
-        if not isinstance(extent.units, range):
-            return None
-        local_entry = entry // len(self._chunks.directories)
-        stored_header = header_of(self._chunks.directory(entry).record_at(local_entry), local_entry)
-        header = None if stored_header is None else chunk_header.read_header(stored_header)
-        if not isinstance(header, chunk_header.Header) or header.key != key or header.codec or header.encryption:
-            return None
-        if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):
-            return None
-        return self._extent(entry, extent.units, header.checksum)
-
-    def _extent(self, entry: int, units: Sequence[int], checksum: bytes) -> FileExtent:
-        ((file, offset, _),) = self._chunks.segments(entry, units, PAGE_BYTES)
-        return FileExtent(str(file.path.absolute()), offset + PAGE_BYTES, self._context.chunk_bytes, checksum)
-
-
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
 """Errors of devices and file systems that cannot read certain bytes, while others may still be readable."""
 _MAX_FAILURES: Final = 3
@@ -174,11 +113,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def slots_for(config: DiskConfig, context: TierContext) -> int:
-    """The number of chunks for which the capacity has room.
-
-    Raises:
-        ConfigError: there is not one slot for every directory, or a setting makes no sense.
-    """
+    """The number of chunks for which the capacity has room. Raises `ConfigError`: there is not one slot for every
+    directory, or a setting makes no sense."""
     paths = config.directories
     if not paths or not all(paths) or len(set(map(Path, paths))) < len(paths):
         raise ConfigError(f"the disk tier's `directory` must be one directory or several different ones, not {paths}")
@@ -205,10 +141,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def _check_capacity(config: DiskConfig) -> None:
-    """
-    Raises:
-        ConfigError: the file systems can never hold that much, whatever else is removed from them.
-    """
+    """Raises `ConfigError`: the file systems can never hold that much, whatever else is removed from them."""
     paths = config.directories
     directories_on = Counter(place_of(Path(path)) for path in paths)
     for (_, mount), directories in directories_on.items():
@@ -225,11 +158,8 @@ def _check_capacity(config: DiskConfig) -> None:
 
 @checked(_check_options)
 def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `disk`; `DiskConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured, or directories that cannot be used.
-    """
+    """The factory of the tier type `disk`; `DiskConfig` describes `options`. Raises `ConfigError`: options that cannot
+    be honoured, or directories that cannot be used."""
     config = read_options(DiskConfig, options, "disk")
     _check_capacity(config)
     common = slots_for(config, context) - sum(_quotas(config, context).values())
@@ -241,7 +171,7 @@ def _quotas(config: DiskConfig, context: TierContext) -> dict[bytes, int]:
     return read_quotas(config.quota_bytes, config.capacity_bytes, context, slots, len(config.directories))
 
 
-class DiskTier(LendsExtents, IndexedTier):
+class DiskTier(IndexedTier):
     """Safe to call from any thread."""
 
     name = "disk"
@@ -250,17 +180,15 @@ class DiskTier(LendsExtents, IndexedTier):
     def __init__(
         self, config: DiskConfig, context: TierContext, policy: EvictionPolicy, *, clock: Clock | None = None
     ) -> None:
-        """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
+        """Take possession of the directories and find what is in them: about a second for every 100 000 chunks. Raises
+        `ConfigError`: a setting or a directory cannot be used.
 
         policy: of the common share (`Shares`), which has `slots_for(config, context)` chunks without quotas.
-
-        Raises:
-            ConfigError: a setting or a directory cannot be used.
         """
         self._config = config
         self.name = context.name or self.name
         self._clock: Clock = clock or MonotonicClock()
-        chunks = DiskChunks(
+        self._chunks = DiskChunks(
             self.name,
             config.directories,
             context,
@@ -273,9 +201,13 @@ class DiskTier(LendsExtents, IndexedTier):
             quotas=_quotas(config, context),
             share_policy=partial(make_policy, config.policy),
         )
-        LendsExtents.__init__(self, chunks)
-        IndexedTier.__init__(self, chunks.index)
+        super().__init__(self._chunks.index)
+        self._context = context
+        self._format_id = chunk_header.format_id(context.fingerprint)
         self._drops_parts = config.when_full == "drop_parts"
+        self._reads_failed = False  # since the last probe that found something readable
+        self._lease_ids = itertools.count()
+        self._leases: dict[int, list[int | None]] = {}  # under the lock of the chunks
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         held = self._index.holds(keys)
@@ -365,14 +297,54 @@ class DiskTier(LendsExtents, IndexedTier):
     def close(self) -> None:
         self._chunks.close()
 
+    # Extents of the files, leased to callers that read the bytes (`kv_tiers.tier.SupportsFileExtents`).
+
+    def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
+        entries = self._chunks.begin_load(keys)
+        try:
+            extents = [
+                None if entry is None else self._extent_of(key, entry) for key, entry in zip(keys, entries, strict=True)
+            ]
+        except BaseException as error:
+            self._index.end_load(entries)
+            if isinstance(error, OSError):
+                raise self._chunks.down(error) from error
+            raise
+        lease = FileLease(next(self._lease_ids), tuple(extents))
+        with self._chunks.lock:
+            self._leases[lease.id] = entries
+        return lease
+
+    def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
+        with self._chunks.lock:
+            entries = self._leases.pop(lease.id, None)
+            self._chunks.pass_over(failed)
+            self._reads_failed = self._reads_failed or bool(failed)
+        if entries is None:
+            raise MisuseError(f"file lease {lease.id} is not open")
+        self._index.end_load(entries)
+
+    def _extent_of(self, key: ChunkKey, entry: int) -> FileExtent | None:
+        """The extent to lease. None: the chunk is encoded or in pieces, or its record was wiped meanwhile or is
+        damaged; a load may report which."""
+        extent = self._index.extent(entry)
+        if not isinstance(extent.units, range):
+            return None
+        local_entry = entry // len(self._chunks.directories)
+        stored_header = header_of(self._chunks.directory(entry).record_at(local_entry), local_entry)
+        header = None if stored_header is None else chunk_header.read_header(stored_header)
+        if not isinstance(header, chunk_header.Header) or header.key != key or header.codec or header.encryption:
+            return None
+        if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):
+            return None
+        ((file, offset, _),) = self._chunks.segments(entry, extent.units, PAGE_BYTES)
+        return FileExtent(str(file.path.absolute()), offset + PAGE_BYTES, header.decoded_bytes, header.checksum)
+
     # Storing.
 
     def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[Write]:
-        """Make chunks durable and findable. Returns those for which the medium had room.
-
-        Raises:
-            TierDown: none was stored.
-        """
+        """Make chunks durable and findable. Returns those for which the medium had room. Raises `TierDown`: none was
+        stored."""
         if not taken:
             return []
         write_of = {place.entry: write for write, place in taken}
@@ -477,10 +449,7 @@ class DiskTier(LendsExtents, IndexedTier):
 
     def _try_to_read(self) -> None:
         """Read the headers of a few chunks, if possible of those that have not been unreadable. One success is enough.
-
-        Raises:
-            TierDown: none could be read.
-        """
+        Raises `TierDown`: none could be read."""
         keys = self._chunks.readable_first()
         sample = random.sample(keys, min(_PROBED_CHUNKS, len(keys)))  # no secret depends on which
         entries = self._index.begin_load(sample, touch=False)

@@ -329,12 +329,8 @@ class DiskChunks:
         quotas: Mapping[bytes, int],
         share_policy: Callable[[int], EvictionPolicy],
     ) -> None:
-        """
-        drops_parts, quotas, share_policy: as for `ExtentIndex`.
-
-        Raises:
-            ConfigError: a directory cannot be used.
-        """
+        """drops_parts, quotas, share_policy: as for `ExtentIndex`.
+        Raises `ConfigError`: a directory cannot be used."""
         self.name = name
         self.context = context
         self.clock = clock
@@ -424,12 +420,10 @@ class DiskChunks:
         decoded_bytes: Sequence[int] = (),
     ) -> list[Place | None]:
         """Reserve places as far as there is room, and wipe the records of what they held. The sync of the new chunks'
-        records makes the evictions durable, unless no chunk got a place: then this call does.
+        records makes the evictions durable, unless no chunk got a place: then this call does. Raises `TierDown`:
+        records could not be wiped.
 
         decoded_bytes: as for `ExtentIndex`.
-
-        Raises:
-            TierDown: records could not be wiped.
         """
         with self.lock:
             if self._full_until_s is not None and self.clock.now_s() >= self._full_until_s:
@@ -452,11 +446,8 @@ class DiskChunks:
         return places
 
     def aborting(self, places: list[Place]) -> "_Aborting":
-        """If anything fails in the body of this context, free the places that are in the list at that time.
-
-        Raises:
-            TierDown: in place of an `OSError`, or of the `ConfigError` for what is in the way of a new file.
-        """
+        """If anything fails in the body of this context, free the places that are in the list at that time. Raises
+        `TierDown`: in place of an `OSError`, or of the `ConfigError` for what is in the way of a new file."""
         return _Aborting(self, places)
 
     def make_ready(self, places: list[Place]) -> None:
@@ -551,10 +542,7 @@ class DiskChunks:
 
     def mend(self) -> None:
         """Start over in directories that were replaced, retry wipes that failed, and allow the tier to grow again.
-
-        Raises:
-            TierDown: the medium does not work yet, or the tier has been closed.
-        """
+        Raises `TierDown`: the medium does not work yet, or the tier has been closed."""
         if self._is_closed:
             raise TierDown(f"disk tier {self.name} has been closed")
         try:
@@ -660,11 +648,8 @@ class DiskChunks:
             self._warn_of_full_file_systems()
 
     def _check_mounted(self, places: Sequence[tuple[int, Path]]) -> None:
-        """
-        Raises:
-            ConfigError: a medium is not mounted. Its path then belongs to the file system above it, where nothing may
-                be made. Mounted again, it may have another device number.
-        """
+        """Raises `ConfigError`: a medium is not mounted. Its path then belongs to the file system above it, where
+        nothing may be made. Mounted again, it may have another device number."""
         known = self._places or places
         elsewhere = [
             path

@@ -59,11 +59,8 @@ class DiskDirectory:
     """The slots of one directory. Safe to call from any thread; close it last."""
 
     def __init__(self, root: str, namespace: str, *, slots: int, geometry: Geometry, direct: str) -> None:
-        """Take possession of the directory, which is created if its parent exists.
-
-        Raises:
-            ConfigError: it cannot be used, is in use, or has files in it that are not ours.
-        """
+        """Take possession of the directory, which is created if its parent exists. Raises `ConfigError`: it cannot be
+        used, is in use, or has files in it that are not ours."""
         self.path = Path(root) / namespace
         self.slots = slots
         self._geometry = geometry
@@ -117,11 +114,8 @@ class DiskDirectory:
             raise
 
     def has_vanished(self) -> bool:
-        """Whether what is at our path is no longer what we opened: removed, replaced, or unmounted.
-
-        Raises:
-            OSError: the path cannot be looked at now, which says nothing about the directory.
-        """
+        """Whether what is at our path is no longer what we opened: removed, replaced, or unmounted. Raises `OSError`:
+        the path cannot be looked at now, which says nothing about the directory."""
         if self._fd < 0:
             return True
         try:
@@ -131,11 +125,8 @@ class DiskDirectory:
         return (status.st_ino, status.st_dev) != self._lock_identity
 
     def try_out(self) -> None:
-        """Do with a small file all that stores and loads do with theirs.
-
-        Raises:
-            OSError: chunks cannot be stored there, for another reason than that there is no room.
-        """
+        """Do with a small file all that stores and loads do with theirs. Raises `OSError`: chunks cannot be stored
+        there, for another reason than that there is no room."""
         with _room_or_not():  # what is there can be used nevertheless
             self.direct = try_out(self._fd, self.path, self._file_system, direct=self.direct)
 
@@ -408,11 +399,8 @@ def _allocate(file: File, allocated: int, min_bytes: int, max_bytes: int, step: 
 
 
 def try_place(path: Path) -> FileSystem:
-    """Do there what the start of a tier, stores and loads do, and leave nothing behind.
-
-    Raises:
-        ConfigError: a disk tier cannot be there.
-    """
+    """Do there what the start of a tier, stores and loads do, and leave nothing behind. Raises `ConfigError`: a disk
+    tier cannot be there."""
     file_system, inside = FileSystem(path), path / f".kv-{secrets.token_hex(8)}"
     is_new = not path.exists()
     try:
@@ -443,11 +431,9 @@ def _remove(directory: Path) -> None:
 
 def try_out(directory: int, path: Path, file_system: FileSystem, *, direct: bool) -> bool:
     """Do in a directory all that a tier does there: lock, reserve room, write, sync, read back. Nothing is left there.
+    Raises `ConfigError` and `OSError`: chunks cannot be stored there.
 
     directory: an open descriptor of `path`. direct: try to bypass the page cache. Returns whether that works.
-
-    Raises:
-        ConfigError, OSError: chunks cannot be stored there.
     """
     pages = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in range(4)]
     for page in pages[:2]:
@@ -537,11 +523,8 @@ def _make_own(path: Path) -> int:
 
 
 def check_place(path: Path) -> None:
-    """Check, without creating anything, whether the directory exists or can be created.
-
-    Raises:
-        ConfigError: it does not and cannot.
-    """
+    """Check, without creating anything, whether the directory exists or can be created. Raises `ConfigError`: it does
+    not and cannot."""
     # Each format has its own subdirectory, mode 0700; who may read this one is up to the user.
     parent = path.absolute().parent
     try:

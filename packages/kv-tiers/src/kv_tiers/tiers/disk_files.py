@@ -111,10 +111,7 @@ class File:
     def __init__(self, directory: int, path: Path, file_system: FileSystem, *, direct: bool = False) -> None:
         """directory: open descriptor of the directory of `path`. The file is created if it does not exist.
         direct: bypass the page cache, unless the file system turns out not to offer that.
-
-        Raises:
-            ConfigError: it is a link, belongs to another user, or is open to others.
-        """
+        Raises `ConfigError`: it is a link, belongs to another user, or is open to others."""
         self.path = path
         self.direct = direct
         self.in_doubt = False

@@ -46,11 +46,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_dram_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `dram`.
-
-    Raises:
-        ConfigError: options that cannot be honoured on this machine.
-    """
+    """The factory of the tier type `dram`. Raises `ConfigError`: options that cannot be honoured on this machine."""
     config = read_options(DramConfig, options, "dram")
     slots = _slots_for(config, context)
     quotas = read_quotas(config.quota_bytes, config.capacity_bytes, context, slots)
@@ -107,9 +103,6 @@ class DramTier(IndexedTier):
         super().__init__(index)
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
-
-    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._index.holds(keys)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         entries = self._index.begin_load([read.key for read in reads])

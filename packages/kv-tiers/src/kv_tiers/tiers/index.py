@@ -572,12 +572,10 @@ class ExtentIndex:
 def read_quotas(
     quota_bytes: Mapping[str, int], capacity_bytes: int, context: TierContext, slots: int, media: int = 1
 ) -> dict[bytes, int]:
-    """The slots that tenants have for themselves, by their tag.
+    """The slots that tenants have for themselves, by their tag. Raises `ConfigError`: there is no such tenant (which
+    `ANY_CHUNKS` does not know), or it cannot have so much.
 
     quota_bytes: by the tenant's name. capacity_bytes: of which the tier makes this many slots.
-
-    Raises:
-        ConfigError: there is no such tenant (which `ANY_CHUNKS` does not know), or it cannot have so much.
     """
     quotas: dict[bytes, int] = {}
     for name, nbytes in quota_bytes.items():
@@ -608,6 +606,9 @@ class IndexedTier(ABC):
 
     def __init__(self, index: ExtentIndex) -> None:
         self._index = index
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return self._index.holds(keys)
 
     @abstractmethod
     def discard(self, keys: Sequence[ChunkKey]) -> None: ...
