@@ -57,12 +57,13 @@ class RemoteStores:
             MisuseError: the cache was closed meanwhile.
         """
         keys = wire.unpack_keys(request)
+        until_s = time.monotonic() + self._timeout_s / 2  # in time for the sender to hear why not
         found = self._opened(request.format, wait_s=min(self._timeout_s / 2, _OPENING_S) if keys else 0.0)
         if not keys:
             why = ""
         elif found is None:
             why = "it has no cache of this format yet, and could not open one in time; its log says more"
-        elif not self._senders.acquire(timeout=self._timeout_s / 2):  # in time for its sender to hear of it
+        elif not self._senders.acquire(timeout=max(0.0, until_s - time.monotonic())):
             why = "it is busy with what others store"
         else:
             try:
