@@ -1,10 +1,11 @@
-"""What the host does for stores and loads of 16 chunks on a GPU, one and eight in a step, without the driver's part: a
-fake device notes its calls.
+"""What the host does for stores and loads of 16 chunks on a GPU, one and eight in a step, without the driver's part:
+its functions do nothing.
 
 Each hook is cold, as it is once a step of 100 ms: other code and other data pass through the processor's caches first.
 Beside it is the way by Python, which everything took before there was one by C, in the same run and in turn.
 """
 
+import ctypes
 import gc
 import random
 import statistics
@@ -24,7 +25,7 @@ from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.shape import ConnectShape, GroupShape
-from kv_cuda.copy import gpu
+from kv_cuda.copy import driver, gpu
 from kv_cuda.layout import split_parts
 from kv_testing.fake_device import FakeDevice, FakeEvent
 from kv_tiers import HostPool, LocalCache
@@ -85,6 +86,7 @@ class Halves:
         """Microseconds of each hook of a step whose requests store their prompts, or find them."""
         self.us.clear()
         self.number += 1
+        self.device.is_idle = False
         per_request = CHUNKS * CHUNK // TOKENS + 1
         blocks = self.chance.sample(range(BLOCKS), len(prompts) * per_request)
         scheduled = []
@@ -102,6 +104,7 @@ class Halves:
         self.timed("start_stores", self.worker.stores.start, plan)
         self.timed("wait_for_save", self.worker.stores.finish, wait=False)
         self.device.discard()
+        self.device.is_idle = True
         self.cool()
         self.timed("commit", self.worker.stores.finish, wait=False)
         report = self.timed("poll", self.worker.poll)
@@ -120,7 +123,11 @@ def host_rows() -> Iterator[Row]:
         device = FakeDevice(7)
         device.install(patch)
         patch.setattr(gpu.GpuCopier, "is_queued", property(lambda _: True))
-        patch.setattr(FakeEvent, "done", lambda event: event.is_reached)  # its work would count as the host's
+        patch.setattr(
+            FakeEvent, "done", lambda event: event.stream.device.is_idle
+        )  # its work would count as the host's
+        nothing = ctypes.cast(ctypes.CDLL(None).pthread_getconcurrency, ctypes.c_void_p).value  # returns 0
+        patch.setattr(driver, "functions_and_context", lambda: (*[nothing] * 6, 7))
         by_c = gpu.installed_kernels
         halves = {"C": Halves(device), "Python": Halves(device)}
         gc.collect()

@@ -2,10 +2,15 @@
 was asked before, without a cache, with vLLM's own offloading, and with us.
 
     python benchmarks/gpu_engine.py [--json] [--ways alone "own offloading" "between steps" "by layers"]
+        [--seconds 480] [--raw FILE] [--device cpu]
 
-Each way is an engine of its own, alone on the GPU, vLLM's own prefix cache off, whose host memory was filled before. A
-row is the median time until a prompt has its first token, or its 33rd where it says so, or until all of eight that come
-at once have their first. Ratios are to the engine alone with prompts that are new.
+Each way is an engine of its own, alone on the GPU, whose host memory was filled before. vLLM's own prefix cache is on,
+so that its cost is in all of them, and emptied before each prompt. A row is the median time until a prompt has its
+first token, or its 33rd where it says so, or until all of eight that come at once have their first. Ratios are to the
+engine alone with prompts that are new.
+
+Cases are asked in turn, as often as the time allows. `--device cpu` goes through all of it with a small model in a few
+minutes, to try the script where there is no GPU; its figures mean nothing.
 """
 
 import json
@@ -13,11 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent]
 sys.path.append(str(Path(__file__).parent))
+
+from dataclasses import dataclass  # which imports the standard library's copy
 
 import _child
 import _engines
@@ -25,17 +34,7 @@ from _child import Child, progress
 from _report import Row, parser, report
 
 WAYS = ("alone", "own offloading", "between steps", "by layers")
-REPEATS = 4
-POOL_BYTES = 12 << 30
-LONGEST = 16384
-BYTES_A_TOKEN = 128 << 10
-CASES: dict[str, tuple[int, int, int]] = {
-    "4,096 tokens": (1, 4096, 1),
-    "4,096 tokens and 32 more": (1, 4096, 33),
-    "16,384 tokens": (1, LONGEST, 1),
-    "8 at once of 4,096 tokens": (8, 4096, 1),
-}
-"""By name: prompts, tokens of each, tokens generated."""
+LEAST_REPEATS, MOST_REPEATS = 2, 24
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,23 +57,56 @@ LLAMA = {
 }
 
 
-def serve(model: str, way: str) -> None:
+@dataclass(frozen=True)
+class Scale:
+    """What is measured on one kind of device: the model, the host's memory, and what of it a token takes, the tokens of
+    the shorter and the longer prompts, and how an engine is started."""
+
+    model: dict[str, Any]
+    pool_bytes: int
+    token_bytes: int
+    short: int
+    long: int
+    engine: dict[str, Any]
+
+    @property
+    def cases(self) -> dict[str, tuple[int, int, int]]:
+        """By name: prompts, tokens of each, tokens generated."""
+        return {
+            f"{self.short:,} tokens": (1, self.short, 1),
+            f"{self.short:,} tokens and 32 more": (1, self.short, 33),
+            f"{self.long:,} tokens": (1, self.long, 1),
+            f"8 at once of {self.short:,} tokens": (8, self.short, 1),
+        }
+
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 16 << 30}
+SCALES = {
+    "cuda": Scale(LLAMA, 12 << 30, 128 << 10, 4096, 16384, ON_GPU),
+    "cpu": Scale(LLAMA | SMALL | {"intermediate_size": 512}, 64 << 20, 2 << 10, 512, 2048, {}),
+}
+
+
+def serve(model: str, way: str, device: str) -> None:
     from vllm import SamplingParams, TokensPrompt
 
-    ours: dict[str, Any] = {"use": "always", "host": {"capacity_bytes": POOL_BYTES}}
+    scale = SCALES[device]
+    own = {"cpu_bytes_to_use": scale.pool_bytes} if device == "cuda" else _engines.own_offloading(scale.pool_bytes)
+    ours: dict[str, Any] = {"use": "always", "host": {"capacity_bytes": scale.pool_bytes}}
     if way == "by layers":
         ours |= {"load": "layerwise", "store": "layerwise"}
     engine = _engines.vllm(
         model,
         None if way == "alone" else ours,
-        own={"cpu_bytes_to_use": POOL_BYTES} if way == "own offloading" else None,
-        dtype="bfloat16",
+        own=own if way == "own offloading" else None,
         load_format="dummy",
-        max_model_len=LONGEST + 64,
-        max_num_batched_tokens=LONGEST,
-        kv_cache_memory_bytes=16 << 30,
+        max_model_len=scale.long + 64,
+        max_num_batched_tokens=scale.long,
+        enable_prefix_caching=True,
+        **scale.engine,
         # A layer has no hook in a graph, and the piecewise ones need vLLM's compiler.
-        **({} if way == "by layers" else {"enforce_eager": False, "compilation_config": GRAPHS}),
+        **({} if way == "by layers" or device == "cpu" else {"enforce_eager": False, "compilation_config": GRAPHS}),
     )
 
     def ask(asked: Any) -> int:
@@ -83,36 +115,39 @@ def serve(model: str, way: str) -> None:
         tokens = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         return sum(output.num_cached_tokens or 0 for output in engine.generate(tokens, sampling, use_tqdm=False))
 
-    _child.serve(ask)
+    _child.serve(ask, lambda: engine.reset_prefix_cache() and None)
 
 
-def measure(way: str, model: str) -> dict[str, float]:
-    """Median seconds by case, new and found."""
+def measure(way: str, model: str, device: str, seconds: float, raw: TextIO | None) -> dict[str, float]:
+    """Median seconds by case, new and found. seconds: about how long it may take."""
+    scale, until_s = SCALES[device], time.monotonic() + seconds
     # In its caller's process an engine is not stepped without requests, so its last step waits for what it stores.
-    child = Child(__file__, [model, way], _engines.ENVIRON | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    child = Child(__file__, [model, way, device], _engines.ENVIRON | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     times: dict[str, list[float]] = {}
     try:
-        for number in range(1 + POOL_BYTES // (BYTES_A_TOKEN * LONGEST)):
+        for number in range(1 + scale.pool_bytes // (scale.token_bytes * scale.long)):
             progress(f"{way}: filling the host's memory        ")
-            child.ask([[prompt(LONGEST, number)], 33])
-            time.sleep(1.0)
-        for case, (prompts, tokens, new_tokens) in CASES.items():
-            for repeat in range(REPEATS):
-                progress(f"{way}, {case}: {repeat + 1} of {REPEATS}        ")
-                seeds = [1000 * tokens + 100 * new_tokens + 10 * repeat + number for number in range(prompts)]
-                asked = [[prompt(tokens, 3 + seed) for seed in seeds], new_tokens]
-                for turn in ("new", "found"):
-                    seconds, found = child.ask(asked)
-                    times.setdefault(f"{case}, {turn}", []).append(seconds)
-                    if way != "alone" and (found > prompts * (tokens - 512)) != (turn == "found"):
-                        print(f"\n{way}, {case}, {turn}: {found} tokens were found", file=sys.stderr)
-                    time.sleep(0.1)
+            child.ask([[prompt(scale.long, number)], 33])
+            time.sleep(0.5)
+        for repeat, (number, case) in product(range(MOST_REPEATS), enumerate(scale.cases)):
+            if repeat >= LEAST_REPEATS and time.monotonic() > until_s:
+                break
+            progress(f"{way}, {case}: {repeat + 1}        ")
+            prompts, tokens, new_tokens = scale.cases[case]
+            first = 1000 * (1 + number) + 10 * repeat  # no two cases have a prompt in common
+            asked = [[prompt(tokens, seed) for seed in range(first, first + prompts)], new_tokens]
+            for turn in ("new", "found"):
+                child.forget()
+                seconds, found = child.ask(asked)
+                times.setdefault(f"{case}, {turn}", []).append(seconds)
+                if raw is not None:
+                    line = {"way": way, "case": case, "turn": turn, "ms": round(1e3 * seconds, 2), "found": found}
+                    print(json.dumps(line), file=raw, flush=True)
+                if way != "alone" and (found > prompts * tokens // 2) != (turn == "found"):
+                    print(f"\n{way}, {case}, {turn}: {found} tokens were found", file=sys.stderr)
+                time.sleep(0.1)
     finally:
         child.close()
-    print(
-        f"\r{way}: {json.dumps({case: [round(1e3 * one, 1) for one in of] for case, of in times.items()})}",
-        file=sys.stderr,
-    )
     return {case: statistics.median(of) for case, of in times.items()}
 
 
@@ -126,13 +161,22 @@ def main() -> int:
         return 0
     made = parser(__doc__ or "")
     made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
+    made.add_argument("--seconds", type=float, default=480.0, help="how long it may take (default: 480)")
+    made.add_argument("--raw", type=Path, metavar="FILE", help="also append every single time to this file")
+    made.add_argument("--device", choices=SCALES, default="cuda", help="cpu: to try the script (default: cuda)")
     chosen = made.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kv-gpu-") as home:
-        (Path(home) / "config.json").write_text(json.dumps(LLAMA))
-        alone = measure("alone", home)
-        for way in chosen.ways:
-            times = alone if way == "alone" else measure(way, home)
+    ways = ["alone", *(way for way in chosen.ways if way != "alone")]
+    until_s = time.monotonic() + chosen.seconds
+    with ExitStack() as ending:
+        home = ending.enter_context(tempfile.TemporaryDirectory(prefix="kv-gpu-"))
+        raw = None if chosen.raw is None else ending.enter_context(chosen.raw.open("a"))
+        (Path(home) / "config.json").write_text(json.dumps(SCALES[chosen.device].model))
+        alone: dict[str, float] = {}
+        for number, way in enumerate(ways):
+            share_s = (until_s - time.monotonic()) / (len(ways) - number)
+            times = measure(way, home, chosen.device, share_s, raw)
+            alone = alone or times
             for case, seconds in times.items():
                 limit = alone[case.rpartition(",")[0] + ", new"]
                 target = 1.0 if case.endswith("found") and way != "alone" else 1.02

@@ -107,7 +107,7 @@ def test_kernels_are_compiled_where_they_will_run(monkeypatch: pytest.MonkeyPatc
             where.append("the thread's")
 
     monkeypatch.setattr("kv_cuda.copy.gpu.make_queue", lambda device: Placed())
-    monkeypatch.setattr("kv_cuda.copy.rows.RowKernel.compile", lambda self: where.append("compiled"))
+    monkeypatch.setattr("kv_cuda.copy.rows.RowKernel.compile", lambda self: where.append("compiled") or {})
     GpuCopier(CACHE.layout, filled(), FORMAT)
     assert where[where.index("compiled") - 1] == "ours"
 
@@ -254,13 +254,13 @@ def test_layers_are_stored_one_by_one_and_each_as_it_is_then(copy_path: CopyPath
 def test_lists_of_blocks_cross_the_bus_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number for each block and each chunk."""
     uploads: list[int] = []
-    upload = gpu._KernelPipeline.upload
+    room = gpu._KernelPipeline.room
 
-    def counted(self: Any, numbers: Any) -> Any:
-        uploads.append(len(numbers))
-        return upload(self, numbers)
+    def counted(self: Any, count: int) -> Any:
+        uploads.append(count)
+        return room(self, count)
 
-    monkeypatch.setattr(gpu._KernelPipeline, "upload", counted)
+    monkeypatch.setattr(gpu._KernelPipeline, "room", counted)
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
@@ -293,20 +293,21 @@ def test_what_is_listed_in_one_call_is_what_is_listed_copy_by_copy(plan: Transfe
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(4 * FORMAT.nbytes)))
     listed = copier._listed([plan], direction)
+    is_valid = listed is not None and copier._submit(listed, []) is not None
     try:
         checked = copier._checked(TransferPlan(plan.copies, CHUNK), direction)
     except InputError:
-        assert listed is None
+        assert not is_valid
         return
-    if listed is None:
+    if listed is None or not is_valid:
         return  # a plan that takes a closer look
-    assert isinstance(checked, gpu._Checked)
+    numbers = copier._pipelines[direction]._lists[0].tolist()
     slots, rows = copier._lists([group for groups in checked.launches for group in groups], checked)
     found = []
-    for tokens, blocks_at, places_at, first in listed.launches[0]:
+    for tokens, blocks_at, places_at, first, per_slot, _ in (move for move, _ in listed.listings(0, CHUNK)):
         for at in range(first, first + tokens):
-            slot = listed.numbers[blocks_at + at // listed.per_slot] * listed.per_slot + at % listed.per_slot
-            found.append((slot, listed.numbers[places_at + at // CHUNK] + at % CHUNK * copier._kernel.row_bytes))
+            slot = numbers[blocks_at + at // per_slot] * per_slot + at % per_slot
+            found.append((slot, numbers[places_at + at // CHUNK] + at % CHUNK * copier._kernel.row_bytes))
     assert sorted(found) == sorted(zip(slots.tolist(), rows.tolist(), strict=True))
 
 
@@ -453,7 +454,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_cuda.copy.rows import RowKernel, move_rows
+from kv_cuda.copy.rows import RowKernel, is_for_driver, move_rows
 
 made = {}
 for name, (run, row) in json.loads(sys.argv[1]).items():
@@ -469,6 +470,7 @@ for name, (run, row) in json.loads(sys.argv[1]).items():
         for architecture in (80, 90, 100):
             compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
             made[f"{name} {to_engine} {architecture}"] = compiled.asm["ptx"]
+            assert is_for_driver(compiled)
 print(json.dumps(made))
 """
 
@@ -486,9 +488,11 @@ def compiled(compile_kernels: Callable[..., dict[str, str]]) -> dict[str, str]:
 def test_the_kernel_compiles_for_every_gpu_and_moves_128_bits_at_a_time(
     compiled: dict[str, str], run: str, to_engine: bool, architecture: int
 ) -> None:
-    """What moves chunks is 128 bits wide; the lists of slots are read 64 bits wide."""
+    """What moves chunks is 128 bits wide; the lists of slots are read 64 bits wide. C can launch it."""
     ptx = compiled[f"{run} {to_engine} {architecture}"]
     assert f".target sm_{architecture}" in ptx
+    # What csrc/plans.c launches it with: addresses, counts, the distance of planes, and Triton's two scratch areas.
+    assert re.findall(r"\.param \.(\w+) .*move_rows_param_", ptx) == ["u64"] * 4 + ["u32"] * 9 + ["u64"] * 3
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores
     assert all(one in ("st.global.v2.b64", "st.global.v4.b32") for one in stores)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.device import CopyEvent
-from kv_core.errors import InputError, KVError
+from kv_core.errors import CopyFailed, InputError, KVError
 from kv_core.transfer import HostExtent, TransferPlan, packed, plan_transfer
 from kv_cuda import CpuCopier
-from kv_cuda.copy import gpu
+from kv_cuda.copy import driver, gpu
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.layout import split_parts
@@ -33,8 +33,10 @@ class Engine:
     is enqueued has been done. chunks: the same of the pool's slots.
     """
 
-    def __init__(self, device: FakeDevice, copy_path: CopyPath, patch: pytest.MonkeyPatch, at_once: int) -> None:
-        device.install(patch)
+    def __init__(
+        self, device: FakeDevice, copy_path: CopyPath, patch: pytest.MonkeyPatch, at_once: int, *, has_driver: bool
+    ) -> None:
+        device.install(patch, has_driver=has_driver)
         patch.setattr(gpu, "_LIST_TOKENS", 1)
         patch.setattr(gpu, "_RING_SLOT_BYTES", 2 * FORMAT.layer_bytes)
         table = ((0, copy_path),)
@@ -125,33 +127,34 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(ours, expected), "a block holds something else"
 
 
-def run(seed: int, copy_path: CopyPath, at_once: int, drop: str = "") -> None:
+def run(seed: int, copy_path: CopyPath, at_once: int, *, has_driver: bool, drop: str = "") -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = Engine(FakeDevice(seed, drop=drop), copy_path, patch, at_once)
+        engine = Engine(FakeDevice(seed, drop=drop), copy_path, patch, at_once, has_driver=has_driver)
         for _ in range(25):
             engine.step()
         engine.finish()
 
 
 @settings(deadline=None)
-@given(st.integers(0, 1 << 32), st.sampled_from(["direct", "staged"]), st.integers(1, 2))
+@given(st.integers(0, 1 << 32), st.sampled_from(["direct", "staged"]), st.integers(1, 2), st.booleans())
 def test_in_any_order_every_copy_moves_what_was_there_when_the_engine_came_to_it(
-    seed: int, copy_path: CopyPath, at_once: int
+    seed: int, copy_path: CopyPath, at_once: int, has_driver: bool
 ) -> None:
-    run(seed, copy_path, at_once)
+    run(seed, copy_path, at_once, has_driver=has_driver)
 
 
+@pytest.mark.parametrize("has_driver", [True, False], ids=["by C", "by Python"])
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize(
     ("copy_path", "drop"),
     [*product(("direct", "staged"), ("follow_current", "record")), ("staged", "follow"), ("direct", "reuse")],
 )
 def test_without_an_edge_between_streams_some_order_moves_other_bytes(
-    copy_path: CopyPath, drop: str, at_once: int
+    copy_path: CopyPath, drop: str, at_once: int, has_driver: bool
 ) -> None:
     def is_wrong(seed: int) -> bool:
         try:
-            run(seed, copy_path, at_once, drop)
+            run(seed, copy_path, at_once, has_driver=has_driver, drop=drop)
         except AssertionError:
             return True
         return False
@@ -159,18 +162,21 @@ def test_without_an_edge_between_streams_some_order_moves_other_bytes(
     assert any(is_wrong(seed) for seed in range(100))
 
 
-def sixteen_chunks(blocks: int, verb: str, device: FakeDevice, requests: int = 1) -> Callable[[], None]:
+def sixteen_chunks(
+    blocks: int, verb: str, device: FakeDevice, requests: int = 1, copy_path: CopyPath = "direct"
+) -> Callable[[], None]:
     """Plans and copies 16 chunks of so many blocks each, for each request."""
     tokens, sizes = 64 // blocks, {"dtype": "float32", "itemsize": 4, "layers": 2, "heads": 1, "head_dim": 4}
     strides = {"block": 8 * tokens, "token": 4, "head": 4, "dim": 1, "value_offset": 4 * tokens}
     chunks, count = 16 * requests, 16 * blocks
     layout = split_parts("apart", blocks=chunks * blocks, block_tokens=tokens, **strides, **sizes)
     described = layout.canonical_format(64)
-    copier = GpuCopier(layout, [torch.zeros(chunks * blocks, 8 * tokens) for _ in range(2)], described)
+    table, tensors = ((0, copy_path),), [torch.zeros(chunks * blocks, 8 * tokens) for _ in range(2)]
+    copier = GpuCopier(layout, tensors, described, copy_paths=CopyPaths(load=table, store=table))
     copier.attach("pool", memoryview(bytearray(chunks * described.nbytes)))
     extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(chunks)]
     order = device.chance.sample(range(chunks * blocks), chunks * blocks)
-    tables = [packed(order[at * count : (at + 1) * count]) for at in range(requests)]
+    tables = [packed(order[at * count :][:count]) for at in range(requests)]
 
     def copy() -> None:
         span = {"chunk_tokens": 64, "block_tokens": tokens, "first_token": 0, "last_token": 16 * 64}
@@ -184,7 +190,7 @@ def sixteen_chunks(blocks: int, verb: str, device: FakeDevice, requests: int = 1
 def test_sixteen_chunks_take_as_many_calls_whatever_their_blocks_and_three_of_the_device(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An edge, a launch and an event; where lists have to cross a bus, a copy of them too."""
+    """An edge, the lists' way over the bus, a launch and an event."""
     device = FakeDevice(1)
     device.install(monkeypatch)
     taken = []
@@ -193,8 +199,29 @@ def test_sixteen_chunks_take_as_many_calls_whatever_their_blocks_and_three_of_th
         copy()
         device.calls.clear()
         taken.append(calls_of(copy))
-        assert device.calls == {"follow_current": 1, "work": 1, "record": 1}
+        assert device.calls == {"follow_current": 1, "work": 2, "record": 1}
     assert len(set(taken)) == 1 and taken[0] <= 150, taken
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_long_runs_are_one_batch_and_a_piece_of_a_ring_takes_six_calls_of_the_device(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides an edge and an event, and for the ring the lists' way over the bus."""
+    device, batches = FakeDevice(1), list[int]()
+    device.install(monkeypatch)
+    monkeypatch.setattr(driver, "is_available", lambda _: True)
+    monkeypatch.setattr(driver, "copy_runs", lambda to, *_: batches.append(len(to)))
+    copy = sixteen_chunks(16, verb, device, copy_path="driver")
+    device.calls.clear()
+    copy()
+    assert batches == [16 * 16 * 2 * 2] and device.calls == {"follow_current": 1, "record": 1}
+    copy = sixteen_chunks(16, verb, device, copy_path="staged")
+    copy()
+    device.calls.clear()
+    copy()
+    # Each chunk is one piece here. The event of a store follows the ring's last one.
+    assert sum(device.calls.values()) == 3 + 6 * 16 + 2 * (verb == "store"), device.calls
 
 
 @pytest.mark.parametrize("verb", ["load", "store"])
@@ -213,7 +240,7 @@ def test_eight_requests_are_listed_by_one_call_of_c_behind_one_edge_and_each_is_
     invoke = kernels.invoke
     monkeypatch.setattr(kernels, "invoke", lambda name, arrays: (lists.append(name), invoke(name, arrays))[1])
     copy()
-    assert lists == ["list_moves"] and device.calls == {"follow_current": 1, "work": 8, "record": 8}
+    assert lists == ["submit"] and device.calls == {"follow_current": 1, "work": 1 + 8, "record": 8}
     monkeypatch.undo()
     device.install(monkeypatch)
     alone = sixteen_chunks(16, verb, device)
@@ -222,11 +249,28 @@ def test_eight_requests_are_listed_by_one_call_of_c_behind_one_edge_and_each_is_
 
 
 @pytest.mark.parametrize("verb", ["load", "store"])
+def test_what_the_driver_refuses_has_ended_when_that_is_known(verb: str) -> None:
+    """Its memory goes to others then. Nor does it harm what comes after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(FakeDevice(1), "direct", patch, 1, has_driver=True)
+        for block in range(BLOCKS):
+            engine.compute(block)
+        engine.device.status = 700
+        with pytest.raises(CopyFailed, match="the driver refuses: CUresult 700"):
+            getattr(engine.copier, verb)(engine.plan([0, 1], 0))
+        ours = engine.device.streams[1:]
+        assert all(stream.done == len(stream.work) for stream in ours)
+        engine.device.status = 0
+        engine.copy([([0, 1], 0)], is_load=verb == "load", by_layers=False)
+        engine.finish()
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
 def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        engine = Engine(FakeDevice(1), "direct", patch, 1)
+        engine = Engine(FakeDevice(1), "direct", patch, 1, has_driver=True)
         for block in range(BLOCKS):
             engine.compute(block)
         plans = [engine.plan([0, 1], 0), engine.plan([2, BLOCKS], 1), engine.plan([3, 4], 2)]

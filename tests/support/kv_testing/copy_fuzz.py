@@ -130,7 +130,7 @@ def wrong_copies(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
 
 
 def wrong_lists(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
-    """What `list_moves` lists otherwise than it should, and sizes that it accepts although they do not fit."""
+    """What `submit` lists otherwise than it should, and sizes that it accepts although they do not fit."""
     chance, wrong = np.random.default_rng(seed), []
     for number in range(rounds):
         size = int(chance.integers(1, 9))
@@ -146,35 +146,36 @@ def wrong_lists(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
                 continue
             table, free_blocks = free_blocks[:blocks], free_blocks[blocks:]
             places, free_chunks = [64 * chunk for chunk in free_chunks[:chunks]], free_chunks[chunks:]
-            moves += [first, last]
+            moves += [first, last, 1]
             tables += table
             offsets += places
             expected += [*table, *(place + (1 << 40) for place in places)]
         place = np.array([step, size, most_blocks, 1 << 40, 64 * 12, 64, 64], np.int64)
         written, listed = np.zeros((most_blocks + 7) // 8, np.uint8), np.zeros(len(expected), np.int64)
         of_moves = np.array(moves, np.int64), np.array(tables, np.int32), np.array(offsets, np.int64)
-        arrays: list[NDArray[Any]] = [place, *of_moves, written, listed]
-        if kernels.call("list_moves", *arrays) != 0:
+        nothing = np.zeros(0, np.int64)  # no device, so no more than the lists
+        arrays: list[NDArray[Any]] = [place, *of_moves, written, listed, nothing, nothing, nothing]
+        if kernels.call("submit", *arrays) != 0:
             wrong.append(f"{number}: they were not listed: {arrays}")
         if listed.tolist() != expected:
             wrong.append(f"{number}: they were listed otherwise: {arrays}")
-        if moves and kernels.call("list_moves", *arrays) != OTHER:
+        if moves and kernels.call("submit", *arrays) != OTHER:
             wrong.append(f"{number}: blocks are written twice: {arrays}")
-        for short in range(len(arrays) if moves else 0):
+        for short in range(6 if moves else 0):
             bent = [one.copy() for one in arrays]
             bent[short] = bent[short][:-1].copy()
             bent[4][:] = 0
-            if not _refused(kernels, "list_moves", *bent):
+            if not _refused(kernels, "submit", *bent):
                 wrong.append(f"{number}: array {short} is too short: {bent}")
         for at in (2, 4, 5) if moves else ():
             bent = [one.copy() for one in arrays]
             bent[0][at] = -(1 << 63)
-            if not _refused(kernels, "list_moves", *bent):
+            if not _refused(kernels, "submit", *bent):
                 wrong.append(f"{number}: a count or size is negative: {bent}")
         for array, at in [(0, at) for at in range(place.size)] + [(1, at) for at in range(len(moves))]:
             bent = [one.copy() for one in arrays]  # whatever the answer, within the buffers
             bent[array][at] = chance.choice([*_STRANGE, bent[array][at] + 1])
-            _refused(kernels, "list_moves", *bent)
+            _refused(kernels, "submit", *bent)
     return wrong
 
 

@@ -12,7 +12,7 @@
 int64_t kv_quantise(const int64_t *, size_t, IN, OUT, OUT);
 int64_t kv_dequantise(const int64_t *, size_t, IN, OUT, OUT);
 int64_t kv_copy_blocks(int64_t, IN, IN, u8 *, size_t, u8 *, size_t);
-int64_t kv_list_moves(IN, IN, IN, IN, u8 *, size_t, u8 *, size_t);
+int64_t kv_submit(IN, IN, IN, IN, u8 *, size_t, u8 *, size_t, IN, IN, const int64_t *, size_t);
 #else
 int64_t kv_split(int64_t, IN, OUT, OUT);
 int64_t kv_join(int64_t, IN, IN, OUT);
@@ -45,7 +45,8 @@ static int64_t call(const char *name, int64_t number) {
     if (IS("quantise")) return kv_quantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("dequantise")) return kv_dequantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("copy_blocks")) return kv_copy_blocks(number, A(0), A(1), A(2), A(3));
-    if (IS("list_moves")) return kv_list_moves(A(0), A(1), A(2), A(3), A(4), A(5));
+    if (IS("submit"))
+        return kv_submit(A(0), A(1), A(2), A(3), A(4), A(5), A(6), A(7), (int64_t *)at[8], size[8]);
 #else
     if (IS("split")) return kv_split(number, A(0), A(1), A(2));
     if (IS("join")) return kv_join(number, A(0), A(1), A(2));

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_cuda.copy import gpu
-from kv_cuda.copy.rows import Listing, RowKernel, Span
+from kv_cuda.copy import driver, gpu
+from kv_cuda.copy.rows import Compiled, Listing, RowKernel, Span
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class FakeStream:
     has been done."""
 
     device: "FakeDevice"
+    handle: int
     work: list[Callable[[], None] | FakeEvent] = field(default_factory=list)
     done: int = 0
 
@@ -62,12 +63,19 @@ class FakeStream:
     def copy(self, to: torch.Tensor, origin: torch.Tensor) -> None:
         self.enqueue(lambda: to.copy_(origin))
 
+    def current(self) -> int:
+        return self.device.current.handle
+
+    def make_event(self) -> tuple[FakeEvent, int]:
+        self.device.events.append(FakeEvent(self, 0))
+        return self.device.events[-1], len(self.device.events)
+
     def record(self) -> FakeEvent:
         return FakeEvent(self, len(self.work) - self.device.is_dropped("record"))
 
     def follow(self, event: Any) -> None:
         if isinstance(event, FakeEvent) and not self.device.is_dropped("follow"):
-            self.work.append(event)
+            self.work.append(FakeEvent(event.stream, event.position))  # it may be recorded again
 
     def follow_current(self) -> None:
         if not self.device.is_dropped("follow_current"):
@@ -88,7 +96,8 @@ class FakeStream:
 class FakeDevice:
     """The streams of one device. engine: the one that the engine computes in.
 
-    calls: how often each of its functions was called: `work` is copies and launches.
+    calls: how often each of its functions was called: `work` is copies and launches. status: what the driver answers to
+        a launch. is_idle: for whoever discards work.
     """
 
     def __init__(self, seed: int, *, drop: str = "") -> None:
@@ -98,11 +107,16 @@ class FakeDevice:
         self.chance = Random(seed)
         self.streams: list[FakeStream] = []
         self.engine = self.current = self.make_stream()
+        self.events: list[FakeEvent] = []
+        self.kernels: list[tuple[RowKernel, bool]] = []
         self.calls: dict[str, int] = {}
+        self.is_idle = False
+        self.status = 0
         self.drop = drop
+        self.functions = [of(function) for of, function in self._functions()]
 
     def make_stream(self, _device: Any = None) -> FakeStream:
-        self.streams.append(FakeStream(self))
+        self.streams.append(FakeStream(self, len(self.streams) + 1))
         return self.streams[-1]
 
     def go_on(self, steps: int) -> None:
@@ -134,23 +148,77 @@ class FakeDevice:
         self.count(name)
         return self.drop == name
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Copiers that are made from now on use it, with kernels that move bytes one row after another."""
+    def install(self, patch: pytest.MonkeyPatch, *, has_driver: bool = True) -> None:
+        """Copiers that are made from now on use it, with kernels that move bytes one row after another. has_driver:
+        C enqueues, by functions of ours in the place of CUDA's; else Python does."""
         patch.setattr(gpu, "make_queue", self.make_stream)
-        patch.setattr(RowKernel, "compile", lambda kernel: None)
+        patch.setattr(RowKernel, "compile", lambda kernel: self._compile(kernel))
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.functions]
+        patch.setattr(driver, "functions_and_context", lambda: (*addresses, 7) if has_driver else ())
         patch.setattr(RowKernel, "move", lambda kernel, *lists, **named: self._launch(kernel, *lists, **named))
         if self.drop == "reuse":
             patch.setattr(FakeEvent, "done", lambda event: True)
+
+    def _compile(self, kernel: RowKernel) -> dict[bool, Compiled]:
+        self.kernels += [(kernel, False), (kernel, True)]
+        return {to_engine: Compiled(len(self.kernels) - 2 + to_engine, 128, 0) for to_engine in (False, True)}
+
+    def _functions(self) -> Iterator[tuple[Any, Callable[..., int]]]:
+        """Those of CUDA's driver, in the order of `Device` in csrc/plans.c. Each answers that it went well."""
+        place, number = ctypes.c_uint64, ctypes.c_uint
+
+        def record(event: int, stream: int) -> int:
+            recorded = self.events[event - 1]
+            recorded.stream = self.streams[stream - 1]
+            is_edge = recorded.stream is self.engine
+            recorded.position = len(recorded.stream.work) - (not is_edge and self.is_dropped("record"))
+            return 0
+
+        def wait(stream: int, event: int, _flags: int) -> int:
+            waited = self.events[event - 1]
+            if not self.is_dropped("follow_current"):
+                self.streams[stream - 1].work.append(FakeEvent(waited.stream, waited.position))
+            return 0
+
+        def copy(to: int, origin: int, nbytes: int, stream: int) -> int:
+            self.streams[stream - 1].enqueue(lambda: ctypes.memmove(to, origin, nbytes))
+            return 0
+
+        def launch(function: int, *sizes_and_stream: Any) -> int:
+            *_, stream, values, _extra = sizes_and_stream
+            if self.status:
+                return self.status
+            kernel, to_engine = self.kernels[function]
+            numbers = [kind.from_address(values[at]).value for at, kind in enumerate(_ARGUMENTS)]
+            _, slots, rows, base, tokens, *listed, first, count, step, plane_bytes = numbers
+            assert slots == rows and plane_bytes == kernel.plane_bytes
+            named = {"base": base, "span": (first, count, step), "to_engine": to_engine}
+            lists = (ctypes.c_int64 * (1 << 40)).from_address(slots)
+            listing = Listing(tokens, *listed)
+            self.streams[stream - 1].enqueue(lambda: move_rows(kernel, lists, lists, **named, listing=listing))
+            return 0
+
+        yield ctypes.CFUNCTYPE(ctypes.c_int, place), lambda _context: 0
+        yield ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p), lambda _context: 0
+        yield ctypes.CFUNCTYPE(ctypes.c_int, place, place), record
+        yield ctypes.CFUNCTYPE(ctypes.c_int, place, place, number), wait
+        yield ctypes.CFUNCTYPE(ctypes.c_int, place, place, ctypes.c_size_t, place), copy
+        values = ctypes.POINTER(place)
+        yield ctypes.CFUNCTYPE(ctypes.c_int, place, *[number] * 7, place, values, ctypes.c_void_p), launch
 
     def _launch(self, kernel: RowKernel, slots: torch.Tensor, rows: torch.Tensor, **named: Any) -> None:
         del named["programs"]
         self.current.enqueue(lambda: move_rows(kernel, slots, rows, **named))
 
 
+_ARGUMENTS: list[Any] = [*[ctypes.c_uint64] * 4, *[ctypes.c_int32] * 9, ctypes.c_int64]
+"""Of the kernel, as csrc/plans.c passes them."""
+
+
 def move_rows(
     kernel: RowKernel,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
+    slots: Any,
+    rows: Any,
     *,
     base: int,
     span: Span,

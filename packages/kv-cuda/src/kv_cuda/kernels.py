@@ -19,9 +19,9 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).parent / "csrc" / "_kernels.so"
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 3
+_VERSION: Final = 4
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "list_moves": (0, 6)}
+_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "submit": (0, 9)}
 """How many numbers each function takes, and how many arrays behind them."""
 OTHER: Final = -2
 """`KV_OTHER` in the sources."""

@@ -1,9 +1,9 @@
-"""Batched copies by the driver: many long runs of bytes in one call, on the device's copy engines, without a kernel.
+"""The driver's functions: those that csrc/plans.c enqueues a step's copies by, and batched copies.
 
-`cuMemcpyBatchAsync` (CUDA Driver API, Memory Management, since CUDA 12.8) takes any number of (destination, source,
-bytes). It needs neither multiprocessors nor a ring buffer, but takes time for each run, so it suits runs of many
-kilobytes. It is called through ctypes, which takes arrays as they are: bindings that make a Python object of each
-address take longer than the copies.
+A batch is many long runs of bytes in one call, on the device's copy engines, without a kernel. `cuMemcpyBatchAsync`
+(CUDA Driver API, Memory Management, since CUDA 12.8) takes any number of (destination, source, bytes). It needs neither
+multiprocessors nor a ring buffer, but takes time for each run, so it suits runs of many kilobytes. It is called through
+ctypes, which takes arrays as they are: bindings that make a Python object of each address take longer than the copies.
 """
 
 import ctypes
@@ -36,13 +36,34 @@ class _Attributes(ctypes.Structure):
     )
 
 
+_ENQUEUE: Final = (
+    *("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuStreamWaitEvent"),
+    *("cuMemcpyHtoDAsync_v2", "cuLaunchKernel"),
+)
+"""CUDA Driver API: Context, Event, Stream and Memory Management, Execution Control."""
+
+
+def _library() -> Any | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def functions_and_context() -> tuple[int, ...]:
+    """How `Device` in csrc/plans.c begins: the addresses of functions, and the current context. Empty: they are not all
+    there, as on devices of another make."""
+    library, context = _library(), ctypes.c_void_p()
+    functions: list[Any] = [getattr(library, name, None) for name in _ENQUEUE]
+    if library is None or None in functions or library.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+        return ()
+    return (*[ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions], context.value)
+
+
 @cache
 def _batched_copy() -> Any | None:
     """The driver's function, if it has one: that of CUDA 13, or of 12.8, which also says which run failed."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+    library = _library()
     for name, has_failed_run in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
         function = getattr(library, name, None)
         if function is not None:

@@ -12,9 +12,10 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import chain, groupby, product
+from itertools import groupby
+from typing import Final
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer, no_buffers
 from kv_cuda.copy.plan import CopyTable, copy_shape, copy_table
 from kv_cuda.copy.rows import Listing, RowKernel, Span, row_kernel
-from kv_cuda.copy.streams import DoneEvent, GatheredLayers, make_queue
-from kv_cuda.kernels import OTHER, installed_kernels, place_of_packed
+from kv_cuda.copy.streams import DoneEvent, GatheredLayers, LentEvent, make_queue
+from kv_cuda.kernels import OTHER, installed_kernels
 from kv_cuda.layout import PagedLayout
 
 _RING_SLOTS = 4
@@ -90,39 +91,54 @@ class _Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
-    """Plans that were validated, all of which go directly.
+class _Listable:
+    """What moves between a pool and blocks need to be listed; the same for every call.
 
-    direction: the direction of their copies.
-    tokens: the number of tokens in all of them.
-    pools: the names of their pools: one.
-    programs: the largest number of the kernel's programs.
-    numbers: for each launch its blocks, and the addresses of its chunks.
-    launches: of each plan, for each launch its tokens, where its blocks and its chunks are in `numbers`, and the
-        position in these of its first token.
-    per_slot: tokens of a block.
+    places: the pool's name and the size of its chunks. place: `Place` in csrc/plans.c. written: bytes of a bit for each
+        block. programs: the largest number of the kernel's programs. device: `Device` in csrc/plans.c, if C enqueues.
+    """
+
+    pool: AttachedPool
+    places: tuple[str, int]
+    place: "array[int]"
+    written: int
+    programs: int
+    device: "array[int]"
+
+
+@dataclass(slots=True)  # not frozen, which takes three times as long to make
+class _Listed:
+    """Plans that C lists, all of which go directly, and in which nothing has to be looked at more closely.
+
+    tokens: the number of tokens in all of them. requests: the number of plans.
+    listable: their pool and blocks. per_slot: tokens of a block.
+    moves: `Move` in csrc/plans.c, of each. tables, offsets: their blocks, and their chunks' places in the pool.
     """
 
     direction: Direction
     tokens: int
-    pools: tuple[str]
-    programs: int
-    numbers: "array[int]"
-    launches: list[list[tuple[int, int, int, int]]]
+    requests: int
+    listable: _Listable
     per_slot: int
+    moves: "array[int]"
+    tables: "array[int]"
+    offsets: "array[int]"
+
+    @property
+    def pools(self) -> set[str]:
+        return {self.listable.places[0]}
+
+    def listings(self, at: int, per_row: int) -> Iterator[tuple[Listing, bool]]:
+        """Of each move, in lists that begin there, and whether it is its plan's last."""
+        numbers = iter(self.moves)
+        for first, last, ends in zip(numbers, numbers, numbers, strict=True):
+            begin = first - first % per_row
+            blocks, chunks = -(-last // self.per_slot) - begin // self.per_slot, -(-(last - begin) // per_row)
+            yield Listing(last - first, at, at + blocks, first - begin, self.per_slot, per_row), bool(ends)
+            at += blocks + chunks
 
 
-@dataclass(frozen=True, slots=True)
-class _Listable:
-    """What moves between a pool and blocks need to be listed; the same for every call.
-
-    place: `Place` in csrc/plans.c. written: bytes of a bit for each block. programs: as in `_Listed`.
-    """
-
-    pool: AttachedPool
-    place: "array[int]"
-    written: int
-    programs: int
+_NOTHING: Final = array("q")
 
 
 class GpuCopier(AttachesPools, LayerwiseCopier):
@@ -170,7 +186,11 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         }
         # Triton compiles for the current device. A thread that has not chosen one would create a context on the first.
         with self._pipelines["load"].kernels.running():
-            self._kernel.compile()
+            for to_engine, compiled in self._kernel.compile().items():
+                if compiled is not None and (functions := driver.functions_and_context()):
+                    pipeline = self._pipelines["load" if to_engine else "store"]
+                    handles = pipeline.kernels.handle, pipeline.edge.handle
+                    pipeline.driver.extend((*functions, *handles, *compiled, *self._kernel.for_driver))
 
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         super().prepare(extents)
@@ -197,15 +217,15 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
             pipeline.end().wait()
 
     def load(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "load"), [self._kernel.all_planes])
+        (event,) = self._copy(plan, "load", [self._kernel.all_planes])
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[CopyEvent]:
         """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
-        return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
+        return self._copy(plan, "load", [self._planes((layer,)) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> CopyEvent:
-        (event,) = self._move(self._checked(plan, "store"), [self._kernel.all_planes])
+        (event,) = self._copy(plan, "store", [self._kernel.all_planes])
         return event
 
     def load_each(self, plans: Sequence[TransferPlan]) -> Iterable[CopyEvent | KVError]:
@@ -216,14 +236,18 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
 
     def store_layers(self, plan: TransferPlan) -> GatheredLayers:
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
-        checked = self._checked(plan, "store")
+        checked: _Listed | _Checked | None = self._listed([plan], "store")
+        if not isinstance(checked, _Listed) or self._submit(checked, []) is None:
+            checked = self._checked(plan, "store")
         pools = {name: self._pools[name] for name in checked.pools}
 
         def gather(layers: Sequence[int]) -> CopyEvent:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
                 raise CopyFailed("the pool of the chunks was detached in the middle of a step")
-            (event,) = self._move(checked, [self._planes(layers)])
-            return event
+            steps = [self._planes(layers)]
+            events = self._submit(checked, steps) if isinstance(checked, _Listed) else self._move(checked, steps)
+            assert events, "a plan that was valid before"
+            return events[0]
 
         return GatheredLayers(self._layout.layers, gather)
 
@@ -231,18 +255,22 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         """All of these as one submission, with an event for each; none, if they are to be tried one by one."""
         try:
             listed = self._listed(plans, direction)
-            return [] if listed is None else self._move(listed, [self._kernel.all_planes])
+            return (listed and self._submit(listed, [self._kernel.all_planes])) or []
         except KVError:
             return []  # when each is tried, it shows which it was
+
+    def _copy(self, plan: TransferPlan, direction: Direction, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+        """One event for each step: the planes that have been moved when it completes."""
+        listed = self._listed([plan], direction)
+        events = None if listed is None else self._submit(listed, steps)
+        return self._move(self._checked(plan, direction), steps) if events is None else events
 
     def _planes(self, layers: Sequence[int]) -> list[Span]:
         """The planes of each of these layers: one of every part."""
         count = self._layout.layers
         return [(layer, self._kernel.plane_count // count, count) for layer in layers]
 
-    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked | _Listed:
-        if (listed := self._listed([plan], direction)) is not None:
-            return listed
+    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         for extent in table.extents:
@@ -253,22 +281,19 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
     def _listed(self, plans: Sequence[TransferPlan], direction: Direction) -> _Listed | None:
-        """Plans of moves between one pool and blocks, listed by one call of C. None: there are others among them, or
-        something must be looked at more closely."""
-        kernels, size, nbytes = installed_kernels(), self._format.chunk_tokens, self._format.nbytes
+        """Plans of moves between one pool and blocks, for C. None: there are others among them."""
         of_first = plans[0].parts
-        if kernels is None or not of_first or not isinstance(of_first[0], Move):
+        if not of_first or not isinstance(of_first[0], Move):
             return None
-        name, step = of_first[0].extents[0].pool, of_first[0].block_tokens
+        name, step, size = of_first[0].extents[0].pool, of_first[0].block_tokens, self._format.chunk_tokens
         case = name, step, direction
         if case not in self._listables:
             self._listables[case] = self._listable(name, step, direction)
         if (listable := self._listables[case]) is None:
             return None
-        is_opaque, per_chunk, total = self._format.kind == "blocks", size // step, 0
-        spans, tables, offsets, launches = array("q"), array("i"), array("q"), []
+        is_opaque, per_chunk, total, nbytes = self._format.kind == "blocks", size // step, 0, self._format.nbytes
+        moves, tables, offsets = array("q"), array("i"), array("q")
         for plan in plans:
-            of_plan = []
             for move in plan.parts:
                 if not isinstance(move, Move) or move.block_tokens != step or plan.chunk_tokens != size:
                     return None
@@ -278,31 +303,20 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
                 chunk, end = first // size, -(-last // size)
                 begin = chunk - move.first_chunk
                 extents = move.extents[begin : end - move.first_chunk] if begin >= 0 else ()
-                if not 0 < len(extents) == end - chunk:
+                places = [extent.offset for extent in extents if extent.nbytes == nbytes and extent.pool == name]
+                if not 0 < len(extents) == len(places) == end - chunk:
                     return None
-                at = len(tables) + len(offsets)
                 tables += move.table[chunk * per_chunk : -(-last // step)]
-                places_at = len(tables) + len(offsets)
-                for extent in extents:
-                    if extent.nbytes != nbytes or extent.pool != name:
-                        return None
-                    offsets.append(extent.offset)
-                spans.append(first)
-                spans.append(last)
-                of_plan.append((last - first, at, places_at, first - chunk * size))
+                offsets.fromlist(places)
+                moves.extend((first, last, 0))
                 total += last - first
-            launches.append(of_plan)
-        count = len(tables) + len(offsets)
+            moves[-1] = 1
         is_repeated = direction == "store" and len(set(offsets)) < len(offsets)
-        if is_repeated or count > 2 * self._pipelines[direction].list_tokens:
+        is_there = min(offsets) >= 0 and max(offsets) + nbytes <= listable.pool.bytes.numel()
+        is_too_long = len(tables) + len(offsets) > 2 * self._pipelines[direction].list_tokens
+        if is_repeated or not is_there or is_too_long:
             return None
-        numbers, written = array("q", bytes(8 * count)), array("B", bytes(listable.written))
-        arrays = listable.place, spans, tables, offsets, written, numbers
-        if kernels.invoke("list_moves", list(chain.from_iterable(map(place_of_packed, arrays)))) == OTHER:
-            return None
-        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
-        listable.pool.prepare(offsets, nbytes)
-        return _Listed(direction, total, (name,), listable.programs, numbers, launches, step)
+        return _Listed(direction, total, len(plans), listable, step, moves, tables, offsets)
 
     def _listable(self, name: str, step: int, direction: Direction) -> _Listable | None:
         """None: moves between this pool and blocks of so many tokens cannot be listed."""
@@ -311,48 +325,107 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         if pool is None or remainder or size % step or (self._format.kind == "blocks" and step != layout.block_tokens):
             return None
         path = self._copy_paths.choose(direction, self.run_bytes, may_stage=True, can_drive=self._can_drive)
-        if path != "direct" and not pool.is_on_device:
+        if installed_kernels() is None or (path != "direct" and not pool.is_on_device):
             return None
         aligned = math.lcm(self._kernel.aligned, self._format.itemsize)
         pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
         place = array("q", (size, step, blocks, *pool_place, self._format.nbytes, aligned))
         programs = _PROGRAMS_ON_DEVICE if pool.is_on_device else _PROGRAMS_ON_BUS[direction]
-        return _Listable(pool, place, (blocks + 7) // 8 if direction == "load" else 0, programs)
+        known = self._pipelines[direction].driver
+        device = known + array("q", (programs,)) if known else _NOTHING
+        written = (blocks + 7) // 8 if direction == "load" else 0
+        return _Listable(pool, (name, self._format.nbytes), place, written, programs, device)
 
-    def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
-        """One event for each step of each plan; a step is the planes that have been moved when it completes."""
+    def _submit(self, listed: _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent] | None:
+        """One event for each step of each plan. None, and nothing has begun: something must be looked at more closely.
+        Without steps, only whether that is so."""
+        if self._range is None:
+            return self._list(listed, steps)
+        with self._range(f"kv {listed.direction}: {listed.tokens} tokens"):
+            return self._list(listed, steps)
+
+    def _list(self, listed: _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent] | None:
+        kernels, listable, pipeline = installed_kernels(), listed.listable, self._pipelines[listed.direction]
+        assert kernels is not None, "see _listable"
+        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
+        listable.pool.prepare(listed.offsets, listable.places[1])
+        count = len(listed.tables) + len(listed.offsets)
+        at, host, on_device = pipeline.room(count)
+        device, events = listable.device if steps else _NOTHING, list[LentEvent]()
+        call, planes, written = array("q", (pipeline.kernels.current(), on_device)), array("q"), array("B")
+        written.frombytes(bytes(listable.written))
+        if device:
+            events = pipeline.lend(listed.requests * len(steps))
+            call.fromlist([event.handle for event in events])
+            for spans in steps:
+                for first, planes_count, step in spans:
+                    planes.extend((first, planes_count, step, 0))
+                planes[-1] = 1
+        arguments: list[int] = []
+        for numbers in (listable.place, listed.moves, listed.tables, listed.offsets, written, device, planes, call):
+            if numbers is device:
+                arguments += (host, 8 * count)
+            address, length = numbers.buffer_info()
+            arguments += (address, length * numbers.itemsize)
+        answer = kernels.invoke("submit", arguments)
+        if answer == OTHER:
+            return None
+        if answer:
+            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
+            raise CopyFailed(f"the driver refuses: CUresult {answer}")
+        if not steps:
+            return []
+        pipeline.has_filled(count, events)
+        return list(events) if device else self._launch_listed(listed, steps, at, pipeline)
+
+    def _launch_listed(
+        self, listed: _Listed, steps: Sequence[Sequence[Span]], at: int, pipeline: "_KernelPipeline"
+    ) -> list[CopyEvent]:
+        """Where C does not: on devices without CUDA's driver."""
+        listings, events = list(listed.listings(at, self._format.chunk_tokens)), list[CopyEvent]()
+        with self._enqueuing(pipeline):
+            pipeline.copy_list(at)
+            with pipeline.kernels.running():
+                for spans in steps:
+                    for listing, ends in listings:
+                        for span in spans:
+                            programs, to_engine = listed.listable.programs, listed.direction == "load"
+                            pipeline.launch(listing, 0, span, programs, to_engine=to_engine)
+                        if ends:
+                            events.append(pipeline.end())
+        return events
+
+    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+        """One event for each step: the planes that have been moved when it completes."""
         if self._range is None:
             return self._enqueue(checked, steps)
         with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
             return self._enqueue(checked, steps)
 
-    def _enqueue(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
-        pipeline.begin()
         events: list[CopyEvent] = []
         uploaded = -1
         lists: Listing | None = None
-        try:
-            if isinstance(checked, _Listed):
-                listed = self._upload_listed(checked, pipeline)
-                with pipeline.kernels.running():
-                    for spans, listings in product(steps, listed):
-                        for span, listing in product(spans, listings):
-                            pipeline.launch(listing, 0, span, checked.programs, to_engine=to_engine)
-                        events.append(pipeline.end())
-                return events
+        with self._enqueuing(pipeline):
             for spans in steps:
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
                         uploaded, lists = number, self._upload(groups, checked, pipeline)
                     self._launch(groups, lists, checked, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
+        return events
+
+    @contextmanager
+    def _enqueuing(self, pipeline: "_KernelPipeline") -> Iterator[None]:
+        pipeline.begin()
+        try:
+            yield
         except BaseException as error:
             pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
             if isinstance(error, torch.OutOfMemoryError):
                 raise no_buffers(error) from None
             raise
-        return events
 
     def _launches(self, table: CopyTable, direction: Direction) -> Iterator[list[_Group]]:
         """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
@@ -383,23 +456,12 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         can_drive = self._can_drive and is_in_blocks
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[list[Listing]]:
-        """Of each plan."""
-        at, size = pipeline.upload(memoryview(checked.numbers)), self._format.chunk_tokens
-        return [
-            [
-                Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
-                for tokens, slots_at, rows_at, first in launches
-            ]
-            for launches in checked.launches
-        ]
-
     def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> Listing | None:
         """The lists of tokens on the device; None if they are not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
         slots, rows = self._lists(groups, checked)
-        at = pipeline.upload(np.concatenate((slots, rows)).data)
+        at = pipeline.upload(np.concatenate((slots, rows)))
         return Listing(len(slots), at, at + len(slots))
 
     def _launch(
@@ -489,11 +551,16 @@ class _KernelPipeline:
         self._turn = 0
         self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
-        self._numbers: list[memoryview] = []  # the same memory as bytes, for which torch and numpy take longer
+        self._addresses: list[tuple[int, int]] = []  # of each, here and on the device
         self._on_device: list[torch.Tensor] = []
         self._used: list[CopyEvent] = []
         self._list = self._filled = 0
         self._has_launched = False  # whether a kernel that reads the list was launched after the last event
+        self._spare_events: list[tuple[CopyEvent, int]] = []
+        (self.edge,) = self.lend(1)
+        """For what the engine has enqueued, where C waits for that."""
+        self.driver = array("q")
+        """`Device` in csrc/plans.c without its last field; empty: there is none that C can ask."""
         self._copies_are_last = False  # True once a store has gone through the ring
         for _ in range(2):
             self._add_list()
@@ -515,18 +582,38 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, numbers: memoryview) -> int:
-        """Have these 64-bit numbers on the device until the next launch has read them. Returns where in the list."""
-        if self._filled + len(numbers) > 2 * self.list_tokens:
+    def lend(self, count: int) -> list[LentEvent]:
+        """Events for C to record."""
+        spare = self._spare_events
+        return [LentEvent(*(spare.pop() if spare else self.kernels.make_event()), spare) for _ in range(count)]
+
+    def room(self, count: int) -> tuple[int, int, int]:
+        """Where in the list so many 64-bit numbers go that nothing reads yet: position, and address here and there."""
+        if self._filled + count > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
             self._list, self._filled = self._unused_list(), 0
-        at, end = self._filled, self._filled + len(numbers)
+        host, on_device = self._addresses[self._list]
+        return self._filled, host + 8 * self._filled, on_device + 8 * self._filled
+
+    def has_filled(self, count: int, events: Sequence[CopyEvent] = ()) -> None:
+        """So many numbers have come. events: after the last of them the list is no longer read."""
+        self._filled += count
+        if events:
+            self._used[self._list], self._has_launched = events[-1], False
+
+    def copy_list(self, at: int) -> None:
+        """Have on the device what is in the list from there on, until the next launch has read it."""
         host_list, device_list = self._lists[self._list], self._on_device[self._list]
-        self._numbers[self._list][8 * at : 8 * end] = numbers.cast("B")
         if device_list is not host_list:
-            self.kernels.copy(device_list[at:end], host_list[at:end])
-        self._filled = end
+            self.kernels.copy(device_list[at : self._filled], host_list[at : self._filled])
+
+    def upload(self, numbers: NDArray[np.int64]) -> int:
+        """Have these numbers on the device until the next launch has read them. Returns where in the list."""
+        at, _, _ = self.room(len(numbers))
+        self._lists[self._list].numpy()[at : at + len(numbers)] = numbers
+        self.has_filled(len(numbers))
+        self.copy_list(at)
         return at
 
     def _unused_list(self) -> int:
@@ -539,11 +626,10 @@ class _KernelPipeline:
         return len(self._lists) - 1
 
     def _add_list(self) -> None:
-        is_cuda = self._device.type == "cuda"
         host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
-        device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
+        device_list = torch.empty_like(host_list, device=self._device) if self.kernels.handle else host_list
         self._lists.append(host_list)
-        self._numbers.append(host_list.numpy().data.cast("B"))
+        self._addresses.append((host_list.data_ptr(), device_list.data_ptr()))
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
 

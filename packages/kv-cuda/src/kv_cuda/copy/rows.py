@@ -122,6 +122,29 @@ class Listing(NamedTuple):
         return Listing(end - start, self.slots_at + start, self.rows_at + start)
 
 
+class Compiled(NamedTuple):
+    """A kernel as the driver launches it: its handle, threads of a program, and bytes that they share."""
+
+    kernel: int
+    threads: int
+    shared: int
+
+
+_SIGNATURE = (*("*i64",) * 3, "i64", *("i32",) * 9, "i64")
+"""The arguments that csrc/plans.c launches the kernel with."""
+
+
+def is_for_driver(kernel: Any) -> bool:
+    """Whether what Triton has compiled can be launched as csrc/plans.c does, with no more than its arguments."""
+    needs = getattr(kernel, "metadata", None)  # an interpreter's have none
+    if needs is None or needs.target.backend != "cuda":
+        return False
+    signature = tuple(kind for kind in kernel.src.signature.values() if kind != "constexpr")
+    special = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    # What this Triton does not say, it may need.
+    return signature == _SIGNATURE and needs.num_ctas == 1 and not any(getattr(needs, name, True) for name in special)
+
+
 @dataclass(frozen=True)
 class RowKernel:
     """`move_rows` for one cache and one chunk format: everything that does not change from call to call."""
@@ -158,11 +181,24 @@ class RowKernel:
             "ALIGNED": self.aligned,
         }
 
-    def compile(self) -> None:
-        """Compile both directions' kernels now, which takes a second, rather than in the first request."""
+    @property
+    def for_driver(self) -> tuple[int, ...]:
+        """From `planes` on in `Device` in csrc/plans.c."""
+        return self.planes.data_ptr(), self.plane_bytes, self.constants["TILE"], self.constants["PIECES"]
+
+    def compile(self) -> dict[bool, Compiled | None]:
+        """Compile both directions' kernels now, which takes a second, rather than in the first request. Returns, for
+        `to_engine`, what the driver can launch."""
         no_tokens = torch.empty(0, dtype=torch.int64, device=self.planes.device)
+        compiled: dict[bool, Compiled | None] = {}
         for to_engine in (True, False):
-            self.move(no_tokens, no_tokens, base=0, span=(0, self.plane_count, 1), to_engine=to_engine, programs=1)
+            named: dict[str, Any] = {"base": 0, "span": (0, self.plane_count, 1), "programs": 1}
+            kernel: Any = self.move(no_tokens, no_tokens, to_engine=to_engine, **named)
+            compiled[to_engine] = None
+            if is_for_driver(kernel):
+                needs = kernel.metadata
+                compiled[to_engine] = Compiled(kernel.function, needs.num_warps * needs.target.warp_size, needs.shared)
+        return compiled
 
     def move(
         self,
@@ -174,8 +210,8 @@ class RowKernel:
         to_engine: bool,
         programs: int,
         listing: Listing | None = None,
-    ) -> None:
-        """Launch on the current stream, with at most the given number of programs.
+    ) -> object:
+        """Launch on the current stream, with at most the given number of programs. Returns what Triton has compiled.
 
         slots, rows: int64 on the device. base + rows[i] is the address of a token's row in the chunk's first plane.
         listing: None: both have an entry for each token.
@@ -188,7 +224,7 @@ class RowKernel:
         tokens_of = (tokens, named.slots_at, named.rows_at, named.first, named.per_slot, named.per_row)
         numbers = (base, *tokens_of, first, count, step, self.plane_bytes)
         grid = (max(1, min(programs, tiles * count)),)
-        move_rows[grid](self.planes, slots, rows, *numbers, TO_ENGINE=to_engine, **constants)
+        return move_rows[grid](self.planes, slots, rows, *numbers, TO_ENGINE=to_engine, **constants)
 
 
 def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_bytes: int) -> RowKernel:

@@ -14,7 +14,18 @@ from kv_core.device import CopyEvent
 
 
 class Queue(Protocol):
-    """Work that runs in order."""
+    """Work that runs in order.
+
+    handle: the device's name for it; 0: there is none, and work is done at once.
+    """
+
+    handle: int
+
+    def current(self) -> int:
+        """The handle of the caller's current queue, the engine's."""
+
+    def make_event(self) -> tuple[CopyEvent, int]:
+        """An event that has not been recorded, and the device's name for it."""
 
     def running(self) -> AbstractContextManager[None]:
         """A context in which torch's and Triton's calls go to this queue."""
@@ -45,6 +56,28 @@ class DoneEvent:
         return None
 
 
+class LentEvent:
+    """An event that C has recorded. Nobody has to make another when this is no longer needed."""
+
+    __slots__ = ("_event", "_spare", "handle")
+
+    def __init__(self, event: CopyEvent, handle: int, spare: list[tuple[CopyEvent, int]]) -> None:
+        """spare: where the event goes then."""
+        self._event, self.handle, self._spare = event, handle, spare
+
+    def __del__(self) -> None:
+        self._spare.append((self._event, self.handle))
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def hold_engine(self) -> None:
+        self._event.hold_engine()
+
+
 @dataclass(frozen=True, slots=True)
 class GatheredLayers:
     """A `kv_core.device.LayerwiseStore`. gather: as there."""
@@ -55,6 +88,14 @@ class GatheredLayers:
 
 class HostQueue:
     """On a CPU: everything is complete when a call returns."""
+
+    handle = 0
+
+    def current(self) -> int:
+        return 0
+
+    def make_event(self) -> tuple[CopyEvent, int]:
+        return DoneEvent(), 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,6 +138,17 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.handle: int = self._stream.cuda_stream
+        # As Triton asks: `torch.cuda.current_stream` makes an object of it.
+        self._current = torch._C._cuda_getCurrentRawStream
+
+    def current(self) -> int:
+        return int(self._current(self._device.index))
+
+    def make_event(self) -> tuple[CopyEvent, int]:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)  # torch makes it only now
+        return CudaEvent(event, self._device), event.cuda_event
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -79,7 +79,8 @@ class Places:
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks, each of its own size."""
-        sizes = self._sizes
+        if (sizes := self._sizes).are_equal and all(known := [self._extents[slot] for slot in slots]):
+            return tuple(filter(None, known))
         payload_bytes: Iterable[int] = repeat(sizes.largest) if sizes.are_equal else map(sizes.of, keys)
         return tuple(map(self.extent, slots, payload_bytes))
 
