@@ -134,10 +134,10 @@ bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, J
 	@scripts/setup.sh $(ENGINE)
 	@$(ENGINE_PYTHON) benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
 
-bench-gpu: ## vLLM on a GPU, new and returning prompts of an 8B model's shape, beside its own offloading (JSON=1)
+bench-gpu: ## vLLM on a GPU, new and returning prompts of an 8B model's shape, beside its own offloading (JSON=1, RAW=file for every time)
 	@scripts/setup.sh vllm
 	@$(VLLM)/python benchmarks/copy.py --device cuda $(if $(JSON),--json)
-	@$(VLLM)/python benchmarks/gpu_engine.py $(if $(JSON),--json)
+	@$(VLLM)/python benchmarks/gpu_engine.py $(if $(JSON),--json) $(if $(RAW),--raw $(RAW))
 
 bench-hybrid: ## real vLLM with models that are not full attention alone (JSON=1)
 	@scripts/setup.sh vllm

@@ -25,7 +25,9 @@ def project_address(text: str) -> str:
     parts = urlsplit(text)
     odd = any(character.isspace() or character in '"\\' or not character.isprintable() for character in text)
     if parts.scheme != "https" or not parts.hostname or parts.query or parts.fragment or odd:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a project, such as https://example.org/kv")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the address of a project, such as https://example.org/kv (make wheels URL=https://…)"
+        )
     return text.rstrip("/")
 
 
