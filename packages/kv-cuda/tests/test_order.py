@@ -279,3 +279,26 @@ def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
         for number in (0, 2):
             (engine.reference.load if verb == "load" else engine.reference.store)(plans[number])
         engine.finish()
+
+
+@pytest.mark.parametrize("has_driver", [True, False], ids=["by C", "by Python"])
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_request_of_no_tokens_has_an_event_of_its_own(verb: str, has_driver: bool) -> None:
+    """It takes none from those behind it, who would count as done too early."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(FakeDevice(1), "direct", patch, 1, has_driver=has_driver)
+        for block in range(BLOCKS):
+            engine.compute(block)
+        engine.pool[:] = engine.chunks[:] = b"<" * len(engine.pool)
+        plans = [engine.plan([0, 1], 0), TransferPlan((), CHUNK), engine.plan([3, 4], 2)]
+        events = list(getattr(engine.copier, f"{verb}_each")(plans))
+        assert len(events) == len(plans)
+        for plan in plans:
+            getattr(engine.reference, verb)(plan)
+        for number, blocks, slot in ((2, [3, 4], 2), (0, [0, 1], 0)):
+            event = events[number]
+            assert not isinstance(event, KVError)
+            event.wait()
+            engine.copies.append(([event], blocks, slot, verb == "load"))
+            engine.poll()
+        engine.finish()

@@ -283,7 +283,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
     def _listed(self, plans: Sequence[TransferPlan], direction: Direction) -> _Listed | None:
         """Plans of moves between one pool and blocks, for C. None: there are others among them."""
         of_first = plans[0].parts
-        if not of_first or not isinstance(of_first[0], Move):
+        if not all(plan.parts for plan in plans) or not isinstance(of_first[0], Move):  # events follow moves
             return None
         name, step, size = of_first[0].extents[0].pool, of_first[0].block_tokens, self._format.chunk_tokens
         case = name, step, direction
