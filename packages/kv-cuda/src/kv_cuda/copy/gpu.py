@@ -621,7 +621,8 @@ class _KernelPipeline:
         for number, event in enumerate(self._used):
             if number != self._list and event.done():
                 return number
-        self._add_list()
+        with buffers_for_copies():
+            self._add_list()
         self.kernels.follow_current()  # the memory's previous user may still access it
         return len(self._lists) - 1
 
