@@ -266,6 +266,27 @@ def test_what_the_driver_refuses_has_ended_when_that_is_known(verb: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["load", "store"])
+def test_what_is_interrupted_has_ended(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells of a signal when C returns, with the copies under way."""
+    kernels = gpu.installed_kernels()
+    if kernels is None:
+        pytest.skip("there is no compiler, so Python enqueues")
+    engine = Engine(FakeDevice(1), "direct", monkeypatch, 1, has_driver=True)
+    invoke = kernels.invoke
+
+    def interrupted(name: str, arguments: Sequence[int | bytes]) -> int:
+        invoke(name, arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "invoke", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine.copier, verb)(engine.plan([0, 1], 0))
+    ours = engine.device.streams[1:]
+    assert any(stream.work for stream in ours) and all(stream.done == len(stream.work) for stream in ours)
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
 def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

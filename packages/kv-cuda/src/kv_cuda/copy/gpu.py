@@ -367,12 +367,15 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
                 arguments += (host, 8 * count)
             address, length = numbers.buffer_info()
             arguments += (address, length * numbers.itemsize)
-        answer = kernels.invoke("submit", arguments)
+        try:
+            answer = kernels.invoke("submit", arguments)
+            if answer > 0:
+                raise CopyFailed(f"the driver refuses: CUresult {answer}")
+        except BaseException:
+            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
+            raise
         if answer == OTHER:
             return None
-        if answer:
-            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
-            raise CopyFailed(f"the driver refuses: CUresult {answer}")
         if not steps:
             return []
         pipeline.has_filled(count, events)
