@@ -79,6 +79,9 @@ class Engine:
         plans = [self.plan(blocks, slot) for blocks, slot in requests]
         if is_load and by_layers:
             of_requests = [self.copier.load_layers(plan) for plan in plans]
+        elif by_layers:
+            stores = [self.copier.store_layers(plan) for plan in plans]
+            of_requests = [[store.gather((layer,)) for layer in range(LAYERS)] for store in stores]
         else:
             started = (self.copier.load_each if is_load else self.copier.store_each)(plans)
             of_requests = [[event] for event in started if not isinstance(event, KVError)]
