@@ -28,8 +28,8 @@ from kv_server.wire import Format
 _SENDERS: Final = 4
 """Senders that may have memory outside the pool at a time, one chunk each."""
 _WAIT_S: Final = 3.0
-"""How long a sender waits for a place, and before that for the cache of its format, which its first store opens (a large
-disk may take longer): less than it waits for an answer, or it would not hear why not."""
+"""How long a sender waits for the cache of its format, which its first store opens (a large disk may take longer), and
+for a place: less than it waits for an answer, or it would not hear why not."""
 _POLL_S: Final = 0.02
 
 Fate = tuple[wire.StoreFate, str]
