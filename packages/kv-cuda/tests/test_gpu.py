@@ -192,6 +192,22 @@ def test_without_pinned_memory_for_another_list_only_this_copy_fails(monkeypatch
         assert len(pipeline._lists) == 3
 
 
+def test_without_device_memory_for_another_list_only_this_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    for direction, copy in (("load", copier.load), ("store", copier.store)):
+        pipeline = copier._pipelines[direction]
+        for _ in range(2):
+            copy(whole()).wait()
+            pipeline._used[pipeline._list], pipeline._filled = Unread(), 2 * pipeline.list_tokens
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "_add_list", no_memory)
+            with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
+                copy(whole())
+        copy(whole()).wait()
+        assert len(pipeline._lists) == 3
+
+
 def refused(*_arguments: object, **_named: object) -> None:
     raise RuntimeError("CUDA error: out of memory")
 

@@ -79,6 +79,9 @@ class Engine:
         plans = [self.plan(blocks, slot) for blocks, slot in requests]
         if is_load and by_layers:
             of_requests = [self.copier.load_layers(plan) for plan in plans]
+        elif by_layers:
+            stores = [self.copier.store_layers(plan) for plan in plans]
+            of_requests = [[store.gather((layer,)) for layer in range(LAYERS)] for store in stores]
         else:
             started = (self.copier.load_each if is_load else self.copier.store_each)(plans)
             of_requests = [[event] for event in started if not isinstance(event, KVError)]
@@ -266,6 +269,27 @@ def test_what_the_driver_refuses_has_ended_when_that_is_known(verb: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["load", "store"])
+def test_what_is_interrupted_has_ended(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells of a signal when C returns, with the copies under way."""
+    kernels = gpu.installed_kernels()
+    if kernels is None:
+        pytest.skip("there is no compiler, so Python enqueues")
+    engine = Engine(FakeDevice(1), "direct", monkeypatch, 1, has_driver=True)
+    invoke = kernels.invoke
+
+    def interrupted(name: str, arguments: Sequence[int | bytes]) -> int:
+        invoke(name, arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "invoke", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine.copier, verb)(engine.plan([0, 1], 0))
+    ours = engine.device.streams[1:]
+    assert any(stream.work for stream in ours) and all(stream.done == len(stream.work) for stream in ours)
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
 def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,4 +302,27 @@ def test_a_request_that_is_refused_leaves_the_others_of_its_step_alone(
         assert [isinstance(copy, InputError) for copy in started] == [False, True, False]
         for number in (0, 2):
             (engine.reference.load if verb == "load" else engine.reference.store)(plans[number])
+        engine.finish()
+
+
+@pytest.mark.parametrize("has_driver", [True, False], ids=["by C", "by Python"])
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_request_of_no_tokens_has_an_event_of_its_own(verb: str, has_driver: bool) -> None:
+    """It takes none from those behind it, who would count as done too early."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(FakeDevice(1), "direct", patch, 1, has_driver=has_driver)
+        for block in range(BLOCKS):
+            engine.compute(block)
+        engine.pool[:] = engine.chunks[:] = b"<" * len(engine.pool)
+        plans = [engine.plan([0, 1], 0), TransferPlan((), CHUNK), engine.plan([3, 4], 2)]
+        events = list(getattr(engine.copier, f"{verb}_each")(plans))
+        assert len(events) == len(plans)
+        for plan in plans:
+            getattr(engine.reference, verb)(plan)
+        for number, blocks, slot in ((2, [3, 4], 2), (0, [0, 1], 0)):
+            event = events[number]
+            assert not isinstance(event, KVError)
+            event.wait()
+            engine.copies.append(([event], blocks, slot, verb == "load"))
+            engine.poll()
         engine.finish()

@@ -1,5 +1,6 @@
 """The address for other hosts' servers: who is served there, what malformed peers cost, and nothing stays leased."""
 
+import errno
 import importlib.util
 import random
 import socket
@@ -584,6 +585,24 @@ def test_there_are_no_more_connections_than_the_settings_allow(
     until(lambda: "peers.max_connections allows, 2" in caplog.text)
     first.close()
     until(lambda: served_by(server).connections == 1)
+    assert still_serves(server)
+
+
+def test_a_peer_for_which_there_is_no_descriptor_is_counted_as_refused(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, accept, shortages = filled(ending), socket.socket.accept, [errno.EMFILE]
+
+    def short(listener: socket.socket) -> tuple[socket.socket, object]:
+        if listener.family == socket.AF_INET and shortages:
+            raise OSError(shortages.pop(), "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", short)
+    with pytest.raises(ConnectionError):
+        connected(ending, server)
+    until(lambda: "raise its limit (ulimit -n" in caplog.text)
+    assert served_by(server).turned_away == 1
     assert still_serves(server)
 
 

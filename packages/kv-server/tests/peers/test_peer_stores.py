@@ -17,7 +17,8 @@ from kv_core.outcome import Absent, Loaded, Refused, Stored, Unstorable
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_remote.messages import pack_keys
-from kv_server.peers.tier import PeersTier, make_peers_tier
+from kv_server.peers import stores as stores_module
+from kv_server.peers.tier import PeersTier, PeersTierConfig, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,
     PeerClear,
@@ -423,6 +424,20 @@ def test_senders_that_stall_keep_others_waiting_only_for_a_time(ending: ExitStac
     assert isinstance(outcome, Refused) and "busy" in outcome.reason
     until(lambda: tier.store(more) == [Stored()])
     nothing_stays(server, chains[0])
+
+
+def test_a_sender_hears_that_others_stall_before_its_own_time_is_over(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be less than half of the server's, as it is by default."""
+    assert PeersTierConfig(hosts=["host:1"]).timeout_s > stores_module._WAIT_S
+    monkeypatch.setattr(stores_module, "_WAIT_S", 0.2)
+    server = listening(16, peers={"take_stores": True, "timeout_s": 10.0})
+    ending.callback(server.close)
+    for number in range(4):
+        assert announced(connected(ending, server), key_chain(1, branch=str(number))).wanted == b"\1"
+    (outcome,) = tier_of(ending, address_of(server), timeout_s=2.0).store(writes_of(key_chain(1, branch="more")))
+    assert isinstance(outcome, Refused) and "busy" in outcome.reason
 
 
 def test_a_cache_that_cannot_be_opened_is_a_refusal_and_the_log_says_why(

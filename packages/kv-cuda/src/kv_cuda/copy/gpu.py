@@ -283,7 +283,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
     def _listed(self, plans: Sequence[TransferPlan], direction: Direction) -> _Listed | None:
         """Plans of moves between one pool and blocks, for C. None: there are others among them."""
         of_first = plans[0].parts
-        if not of_first or not isinstance(of_first[0], Move):
+        if not all(plan.parts for plan in plans) or not isinstance(of_first[0], Move):  # events follow moves
             return None
         name, step, size = of_first[0].extents[0].pool, of_first[0].block_tokens, self._format.chunk_tokens
         case = name, step, direction
@@ -367,12 +367,15 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
                 arguments += (host, 8 * count)
             address, length = numbers.buffer_info()
             arguments += (address, length * numbers.itemsize)
-        answer = kernels.invoke("submit", arguments)
+        try:
+            answer = kernels.invoke("submit", arguments)
+            if answer > 0:
+                raise CopyFailed(f"the driver refuses: CUresult {answer}")
+        except BaseException:
+            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
+            raise
         if answer == OTHER:
             return None
-        if answer:
-            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
-            raise CopyFailed(f"the driver refuses: CUresult {answer}")
         if not steps:
             return []
         pipeline.has_filled(count, events)
@@ -621,7 +624,8 @@ class _KernelPipeline:
         for number, event in enumerate(self._used):
             if number != self._list and event.done():
                 return number
-        self._add_list()
+        with buffers_for_copies():
+            self._add_list()
         self.kernels.follow_current()  # the memory's previous user may still access it
         return len(self._lists) - 1
 

@@ -127,7 +127,7 @@ class PeerServer:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         poller.register(self._ended, select.POLLIN)
-        acceptor = Acceptor(self._listener, greet=self._greet, turn_away=lambda refused: None)
+        acceptor = Acceptor(self._listener, greet=self._greet, turn_away=lambda _: self._count_refused())
         while poller.poll() and not self._ending.is_set():
             if rest_s := acceptor.accept():
                 self._ending.wait(rest_s)
@@ -146,11 +146,15 @@ class PeerServer:
                 self._answering.add(thread)  # its first request will come soon
         if why := why or start_thread(thread):
             _log.warning("a peer is refused: %s", why)
+            self._count_refused()
             with self._lock:
-                self._counts.turned_away += 1
                 self._connected.pop(thread, None)
                 self._answering.discard(thread)
             sock.close()
+
+    def _count_refused(self) -> None:
+        with self._lock:
+            self._counts.turned_away += 1
 
     def _serve(self, sock: socket.socket) -> None:
         """Serve one connection until it ends, in whatever way."""
@@ -158,8 +162,7 @@ class PeerServer:
             self._converse(self._admitted(sock))
         except (InputError, PermissionError) as error:
             _log.warning("a peer is refused: %s", error)
-            with self._lock:
-                self._counts.turned_away += 1
+            self._count_refused()
         except OSError as error:
             _log.debug("a peer has gone: %s", error)
         except ClosedError:

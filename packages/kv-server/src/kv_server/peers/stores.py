@@ -27,8 +27,9 @@ from kv_server.wire import Format
 
 _SENDERS: Final = 4
 """Senders that may have memory outside the pool at a time, one chunk each."""
-_OPENING_S: Final = 3.0
-"""How long a sender waits for the cache of its format, which its first store opens. A large disk may take longer."""
+_WAIT_S: Final = 3.0
+"""How long a sender waits for the cache of its format, which its first store opens (a large disk may take longer), and
+for a place: less than it waits for an answer, or it would not hear why not."""
 _POLL_S: Final = 0.02
 
 Fate = tuple[wire.StoreFate, str]
@@ -57,8 +58,9 @@ class RemoteStores:
             MisuseError: the cache was closed meanwhile.
         """
         keys = wire.unpack_keys(request)
-        until_s = time.monotonic() + self._timeout_s / 2  # in time for the sender to hear why not
-        found = self._opened(request.format, wait_s=min(self._timeout_s / 2, _OPENING_S) if keys else 0.0)
+        wait_s = min(self._timeout_s / 2, _WAIT_S)
+        until_s = time.monotonic() + wait_s
+        found = self._opened(request.format, wait_s=wait_s if keys else 0.0)
         if not keys:
             why = ""
         elif found is None:
