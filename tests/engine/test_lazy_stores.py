@@ -141,7 +141,7 @@ class Watched:
 
     def work(self, chance: random.Random) -> None:
         work(self.oracle, chance)
-        self.oracle.run()
+        self.oracle.run(2000)  # with few blocks most requests are preempted again and again
         self.oracle.assert_at_rest()
 
 

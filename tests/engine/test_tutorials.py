@@ -15,7 +15,7 @@ from test_remote_media import S3, WORKSPACE, running
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 PAGES = ("one-engine", "server", "tenants", "disk", "redis", "s3", "two-hosts")
-WITHIN_S = 300
+WITHIN_S = 600
 VLLM = """\
 vllm() {{
   shift
