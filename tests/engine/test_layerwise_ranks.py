@@ -447,7 +447,7 @@ def test_a_pool_is_let_go_once_nothing_is_stored_there_any_more(tiny_llama: str,
 @pytest.mark.slow
 @given(data=st.data())
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

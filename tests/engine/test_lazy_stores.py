@@ -148,7 +148,7 @@ class Watched:
 @pytest.mark.slow
 @given(data=st.data())
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -11,7 +11,7 @@ CHUNKS_A_PROMPT = 8
 PASSES = 9
 
 
-@pytest.mark.parametrize("policy", ["prefix", "lru"])
+@pytest.mark.parametrize("policy", ["prefix", pytest.param("lru", marks=pytest.mark.long)])
 def test_a_loop_of_nearly_twice_the_pool_hits_from_the_fourth_pass(tiny_llama: str, policy: str) -> None:
     chance = random.Random(policy)
     host = {"capacity_bytes": "12MiB", "policy": policy}

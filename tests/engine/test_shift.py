@@ -12,7 +12,7 @@ from engines import started
 from kv_connect.engine import engines
 from models import BY_NAME
 
-REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800
+REQUESTS, TOKENS, SHARED_TOKENS = 16, 1100, 800
 SHIFTS = (0, 31, 100, 128, 177, 255)
 
 
@@ -35,4 +35,4 @@ def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
                 hits += engine.hits[0] >= len(shared) // chunk_tokens * chunk_tokens
             found[shift] = hits
         engine.assert_at_rest()
-    assert min(found.values()) >= 52, found
+    assert min(found.values()) >= REQUESTS * 52 // 64, found

@@ -121,10 +121,10 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
 @pytest.mark.parametrize(
     ("kind", "requests"),
     [
-        ("canonical", 400),
+        ("canonical", 250),
         pytest.param("canonical", 800, marks=pytest.mark.long),
         pytest.param("blocks", 600, marks=pytest.mark.long),
-        ("int8", 300),
+        ("int8", 200),
         pytest.param("fp8", 300, marks=pytest.mark.long),
     ],
 )
