@@ -272,10 +272,9 @@ class Acceptor:
         self._turn_away = turn_away
         self._spare = _spare()
 
-    def accept(self) -> float:
-        """Accept waiting connections, a turn's worth. Returns for how many seconds to ignore the listener then: 0 or
-        `REST_S`."""
-        for _ in range(ACCEPTED_A_TURN):
+    def accept(self, at_most: int = ACCEPTED_A_TURN) -> float:
+        """Accept waiting connections. Returns for how many seconds to ignore the listener then: 0 or `REST_S`."""
+        for _ in range(at_most):
             try:
                 accepted, _ = self._listener.accept()
             except BlockingIOError:

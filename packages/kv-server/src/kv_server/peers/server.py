@@ -129,7 +129,8 @@ class PeerServer:
         poller.register(self._ended, select.POLLIN)
         acceptor = Acceptor(self._listener, greet=self._greet, turn_away=lambda _: self._count_refused())
         while poller.poll() and not self._ending.is_set():
-            if rest_s := acceptor.accept():
+            # One at a time: those that connect once we are ending wait for who has the port next.
+            if rest_s := acceptor.accept(1):
                 self._ending.wait(rest_s)
         acceptor.close()
 
