@@ -322,7 +322,7 @@ def test_what_is_wrong_is_one_line_and_the_rest_holds(
 
 def test_the_line_on_the_page_is_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
     chosen(Settings(), {"kv_tiers": {"stor": False}}, "cmpl-7")
-    assert f"\n{caplog.messages[0]}\n" in PAGE
+    assert f"`{caplog.messages[0].removeprefix('request cmpl-7: kv_transfer_params: ')}`" in PAGE
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"kv_tiers": {}}])
