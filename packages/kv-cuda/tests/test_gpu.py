@@ -175,8 +175,14 @@ def test_without_memory_for_the_ring_only_this_copy_fails() -> None:
     copier.load(whole()).wait()
 
 
-def test_without_pinned_memory_for_another_list_only_this_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's error is none of torch's for the device's memory."""
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("host", "pinned buffers: CUDA error: out of memory"), ("device", "buffers: CUDA out of memory")],
+)
+def test_without_memory_for_another_list_only_this_copy_fails(
+    place: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For pinned memory the driver's error is none of torch's for the device's memory."""
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     for direction, copy in (("load", copier.load), ("store", copier.store)):
@@ -185,24 +191,11 @@ def test_without_pinned_memory_for_another_list_only_this_copy_fails(monkeypatch
             copy(whole()).wait()
             pipeline._used[pipeline._list], pipeline._filled = Unread(), 2 * pipeline.list_tokens
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", refused)
-            with pytest.raises(CopyFailed, match="no memory left for a copy's pinned buffers: CUDA error"):
-                copy(whole())
-        copy(whole()).wait()
-        assert len(pipeline._lists) == 3
-
-
-def test_without_device_memory_for_another_list_only_this_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
-    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
-    for direction, copy in (("load", copier.load), ("store", copier.store)):
-        pipeline = copier._pipelines[direction]
-        for _ in range(2):
-            copy(whole()).wait()
-            pipeline._used[pipeline._list], pipeline._filled = Unread(), 2 * pipeline.list_tokens
-        with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "_add_list", no_memory)
-            with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
+            if place == "host":
+                patch.setattr(torch, "empty", refused)
+            else:
+                patch.setattr(pipeline, "_add_list", no_memory)
+            with pytest.raises(CopyFailed, match=f"no memory left for a copy's {why}"):
                 copy(whole())
         copy(whole()).wait()
         assert len(pipeline._lists) == 3

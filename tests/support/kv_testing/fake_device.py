@@ -97,7 +97,7 @@ class FakeDevice:
     """The streams of one device. engine: the one that the engine computes in.
 
     calls: how often each of its functions was called: `work` is copies and launches. status: what the driver answers to
-        a launch. is_idle: for whoever discards work.
+        a launch. is_idle: set by a benchmark that discards work, whose events then count as reached.
     """
 
     def __init__(self, seed: int, *, drop: str = "") -> None:
