@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import mmap
 import os
 import pickle
 import platform
@@ -156,6 +157,29 @@ def overlook_what_is_there() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
+def prepare_engines() -> None:
+    """Once, what each engine on a CPU does anew as it starts, for 1 to 3 s: vLLM looks through all that has been imported
+    for kernels that it replaces, and writes zeros over a GiB of KV cache, of which a test uses some blocks."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    register, zeros = dispatcher.register_kernels, torch.zeros
+
+    def register_new(overrides: Mapping[str, Callable[..., Any]]) -> None:
+        known = {name: its for name, (_, its) in dispatcher._registry.items()}
+        if any(known.get(name) is not its for name, its in overrides.items()):
+            register(overrides)
+
+    def zeros_as_touched(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.int8 and len(size) == 1 and isinstance(size[0], int) and size[0] >= 1 << 20:
+            return torch.frombuffer(mmap.mmap(-1, size[0]), dtype=torch.int8)
+        return zeros(*size, **options)
+
+    dispatcher.register_kernels, torch.zeros = register_new, zeros_as_touched
+    current_platform.register_triton_kernel_overrides()
+
+
 _nursery: _Nursery | None = None
 
 
@@ -234,6 +258,7 @@ def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     import_vllm()
+    prepare_engines()
     assert len(os.listdir("/proc/self/task")) == 1, "vLLM starts threads as it is imported, and they cannot be forked"
     del sys.path[0]  # where this file is
     signal.signal(signal.SIGINT, signal.SIG_IGN)
