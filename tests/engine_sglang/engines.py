@@ -237,6 +237,7 @@ def in_this_process(
         "max_total_tokens": 4096,
         "page_size": page,
         "mem_fraction_static": 0.5,
+        "sleep_on_idle": True,
         "log_level": "error",
     }
     if cache is not None and linker:

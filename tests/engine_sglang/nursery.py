@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _READY: Final = b"READY"
 END_S: Final = 60
+IDLE_MS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,9 @@ def _main() -> None:
     for name in ("entrypoints.engine", "managers.detokenizer_manager", "managers.scheduler", "models.registry"):
         importlib.import_module(f"sglang.srt.{name}")
     sys.modules["sglang.srt.models.registry"].ModelRegistry.get_supported_archs()
+    # An engine without requests runs as fast as it can, or looks up once a second. Here it leaves its core to others.
+    sleeper = importlib.import_module("sglang.srt.managers.scheduler_components.idle_sleeper").IdleSleeper
+    sleeper.maybe_sleep = lambda self: self.poller.poll(IDLE_MS)
     # SGLang asks for `spawn` before it starts its processes.
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_given, **_named: None  # type: ignore[assignment]
