@@ -2,8 +2,9 @@
 optimum: an hour of a chat service, public data sets, and two of coding agents' sessions.
 
 limit: the optimum by hits at the same capacity. ratio: what part of it a policy reaches. target, of `prefix` only: not
-more than 2 % behind the better of LRU and ARC, in any cell; and over all cells 5 % ahead. Takes some four minutes.
-Needs matplotlib for the plot (--plot FILE).
+more than 2 % behind the better of LRU and ARC, in any cell; and over all cells 5 % ahead. +stops: told which answers
+called no tool, where the trace says so. +hints, +half: told by clients' KV hints, of each or of every second request,
+what of its prompt no later one has. Takes some ten minutes. Needs matplotlib for the plot (--plot FILE).
 
 With --generated instead on a trace made here, which no policy was made for: sessions of agents, questions about
 documents, and prompts that come once.
@@ -31,6 +32,8 @@ TRACES = Path(__file__).parent / "traces"
 NAMES = ("mooncake/conversation_trace", "mooncake/synthetic_trace", "agents/agents_a", "agents/agents_b")
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.40)
 OURS = "prefix"
+TOLD = {"+stops": 0.0, "+half": 0.5, "+hints": 1.0}
+"""What `prefix` is told besides, and the part of the requests whose client sends hints; those too with stops."""
 REFERENCES = ("lru", "arc")
 OPT = "opt"
 BEHIND = 0.98
@@ -53,6 +56,9 @@ def main() -> int:
         name = Path(path).name.removesuffix("_trace")
         capacities = [int(share * trace.chunks_unique) for share in SHARES]
         served = {policy: [serve(trace, policy, capacity) for capacity in capacities] for policy in POLICY_NAMES}
+        for told, hinted in TOLD.items():
+            if hinted or trace.turn_ends:
+                served[OURS + told] = [serve(trace, OURS, capacity, told, hinted) for capacity in capacities]
         served[OPT] = [optimum(trace.prompts, capacity) for capacity in capacities]
         saved = {policy: [cell.saved_ratio for cell in row] for policy, row in served.items()}
         best = [max(saved[policy][place] for policy in REFERENCES) for place in range(len(SHARES))]
@@ -102,8 +108,10 @@ def report(name: str, served: dict[str, list[Served]], best: list[float]) -> Non
             print(json.dumps(described))
 
 
-def serve(trace: Trace, policy: str, capacity_chunks: int) -> Served:
-    return simulate(trace.prompts, [TierPlan("host", capacity_chunks, policy)])
+def serve(trace: Trace, policy: str, capacity_chunks: int, told: str = "", hinted_share: float = 0.0) -> Served:
+    turn_ends = trace.turn_ends if told else ()
+    plans = [TierPlan("host", capacity_chunks, policy)]
+    return simulate(trace.prompts, plans, turn_ends=turn_ends, hinted_share=hinted_share)
 
 
 def generated(requests: int = 8000, seed: int = 11) -> Trace:

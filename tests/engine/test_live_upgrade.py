@@ -11,7 +11,11 @@ from kv_testing.wait import joined
 
 
 @pytest.mark.slow
-def test_a_server_is_upgraded_under_two_engines(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("upgrades", [3, pytest.param(200, marks=pytest.mark.long)])
+def test_a_server_is_upgraded_under_two_engines(
+    upgrades: int, tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
     """Every answer is that of an engine without us, and whatever was stored before is found, in every round."""
     tmp_path.chmod(0o700)
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
@@ -32,7 +36,7 @@ def test_a_server_is_upgraded_under_two_engines(tiny_llama: str, reference: list
         with started(tiny_llama, cache=cache) as one, started(tiny_llama, cache=cache, own_process=True) as two:
             assert one.ask_in_turn(PROMPTS) == reference
             thread.start()
-            while len(servers.pauses_ms()) < 3 and not failures:
+            while len(servers.pauses_ms()) < upgrades and not failures:
                 for engine in (one, two):
                     assert engine.ask_in_turn(PROMPTS) == reference
                     assert engine.hits == WARM_HITS

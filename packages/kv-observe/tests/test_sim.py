@@ -301,6 +301,18 @@ def test_a_policy_is_told_by_the_stops_of_a_trace_if_it_has_them(
     assert "does not say why answers ended (stop); leave out +stops" in capsys.readouterr().err
 
 
+def test_hints_that_say_what_is_never_requested_again_make_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After each of two prompts in turn comes one that never returns."""
+    lines = [{"hash_ids": ids} for new in range(20) for ids in ([1 + new % 2], [100 + new, 200 + new])]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--capacity", "4", "--policy", "lru,lru+hints,opt", "--json"]
+    assert main(["sim", str(tmp_path / "t.jsonl"), *words]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["policy"]: row["hit_ratio"] for row in rows} == {"lru": 0, "lru+hints": 1 / 3, "opt": 1 / 3}
+
+
 def test_a_plot_is_drawn(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "hits.svg"

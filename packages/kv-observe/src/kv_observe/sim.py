@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kv_core.keys import ChunkKey
 from kv_eviction import make_policy
+from kv_eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_tiers.index.residency import Residency
 
 from kv_observe.lives import Distribution, Lives, Span
@@ -111,16 +112,20 @@ def simulate(
     cost: PrefillCost = _COST,
     chunk_tokens: int = 512,
     turn_ends: Sequence[bool] = (),
+    hinted_share: float = 0.0,
     times_s: Sequence[float] = (),
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first. Raises `ConfigError`: there is no policy of that name.
 
     turn_ends: of each request, whether the first tier's policy learns that it ended its user's turn; empty: of none.
+    hinted_share: the part of the requests whose client demotes in the first tier, as by KV hints, what of their prompt
+        no later one has.
     times_s: when each request arrived; empty: not known.
     progress: called after each request with the number done.
     """
     tiers = [_Tier(plan, may_refuse=len(plans) == 1) for plan in plans]
     parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}
+    last_request = {key: number for number, prompt in enumerate(prompts) for key in prompt} if hinted_share else {}
     begin = int(warm_up * len(prompts))
     served, lives = Served([]), Lives(every=1)
     for number, prompt in enumerate(prompts):
@@ -135,6 +140,8 @@ def simulate(
             lives.stored(tiers[0].newest, times_s[number])
         if turn_ends and turn_ends[number]:
             tiers[0].turn_ended(prompt)
+        if int((number + 1) * hinted_share) > int(number * hinted_share):
+            tiers[0].demote([key for key in prompt if last_request[key] == number])
         for tier in tiers[1:]:
             evicted = [key for run in _runs(evicted, parent_of) for key in tier.take(run, parent_of)]
         if progress is not None:
@@ -194,7 +201,7 @@ class _Tier:
     def __init__(self, plan: TierPlan, *, may_refuse: bool) -> None:
         """may_refuse: as with the pool of the cache, if no tier below can take what it refuses."""
         self._may_refuse = may_refuse
-        self._policy = make_policy(plan.policy, plan.capacity_chunks)
+        self._policy = CoveragePolicy(make_policy(plan.policy, plan.capacity_chunks), BoundedGroups())
         self.residency = Residency(plan.capacity_chunks, self._policy)
         self._free = list(range(plan.capacity_chunks - 1, -1, -1))
         self.counts = TierCounts(plan.name)
@@ -243,6 +250,10 @@ class _Tier:
 
     def turn_ended(self, prompt: Sequence[ChunkKey]) -> None:
         self._policy.turn_ended(prompt, self.residency.leading(prompt))
+
+    def demote(self, keys: Sequence[ChunkKey]) -> None:
+        for slot in self.residency.resident(keys)[1]:
+            self.residency.demote(slot, self._policy)
 
     def take(self, run: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[ChunkKey]:
         """Store what the tier above evicted, after the chunks of the same prompt that are here. Returns what that

@@ -44,7 +44,7 @@ to the next. --json says too how long chunks lived in the first tier (docs/obser
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
 _OPT = "opt"
-_STOPS = "+stops"
+_STOPS, _HINTS = "+stops", "+hints"
 _CHUNK_TOKENS = 512
 _MAX_CHUNK_TOKENS = 1 << 20
 _DEFAULT_KV = "128KiB"
@@ -75,7 +75,8 @@ def register(commands: Any) -> None:
         default=DEFAULT_POLICY,
         metavar="NAME[,…]",
         help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY}); {DEFAULT_POLICY}{_STOPS}: told which "
-        "answers called no tool, as by vLLM, for a trace with stop",
+        f"answers called no tool, as by vLLM, for a trace with stop; {DEFAULT_POLICY}{_HINTS}: told by KV hints what "
+        "of each prompt no later one has",
     )
     parser.add_argument(
         "--below",
@@ -129,12 +130,12 @@ def _sim(args: argparse.Namespace) -> int:
     policies = list(dict.fromkeys(args.policy.split(",")))
     for name in policies:
         if name != _OPT:
-            make_policy(name.removesuffix(_STOPS), 1)  # refuse unknown policies before the trace is read
+            make_policy(_plain(name), 1)  # refuse unknown policies before the trace is read
     warm_up = _part(args.warm_up, "--warm-up")
     trace = read_trace(args.trace)
     if trace.half_lines:
         say(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
-    if not trace.turn_ends and any(name.endswith(_STOPS) for name in policies):
+    if not trace.turn_ends and any(_STOPS in name for name in policies):
         raise InputError(f"{args.trace} does not say why answers ended (stop); leave out {_STOPS}")
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
@@ -154,11 +155,12 @@ def _sim(args: argparse.Namespace) -> int:
                 best = optimum(trace.prompts, capacity, warm_up=warm_up, cost=prefill, chunk_tokens=chunk_tokens)
                 runs.append(_Run(policy, capacity, best))
             else:
-                plans = [TierPlan("host", capacity, policy.removesuffix(_STOPS)), *lower]
+                plans = [TierPlan("host", capacity, _plain(policy)), *lower]
                 served = simulate(
                     trace.prompts, plans,
                     warm_up=warm_up, progress=clock.progress, cost=prefill, chunk_tokens=chunk_tokens,
-                    turn_ends=trace.turn_ends if policy.endswith(_STOPS) else (), times_s=trace.times_s,
+                    turn_ends=trace.turn_ends if _STOPS in policy else (), times_s=trace.times_s,
+                    hinted_share=1.0 if _HINTS in policy else 0.0,
                 )  # fmt: skip
                 runs.append(_Run(policy, capacity, served))
             clock.finish(len(trace.prompts))
@@ -171,6 +173,10 @@ def _sim(args: argparse.Namespace) -> int:
         lines = {name: [(r.capacity_chunks, r.served.hit_ratio) for r in runs if r.policy == name] for name in policies}
         draw_plot(args.plot, {trace.name: (trace.chunks_unique, lines)})
     return 0
+
+
+def _plain(policy: str) -> str:
+    return policy.removesuffix(_HINTS).removesuffix(_STOPS)
 
 
 def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:
