@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -73,6 +73,24 @@ class WriteEntry:
     is_demoted: bool = False
 
 
+@dataclass(slots=True)
+class _Owned:
+    """What the holders of one owner have open: numbers by holder, how many these are, and their keys in all."""
+
+    numbers: dict[Holder, set[int]] = field(default_factory=dict)
+    leases: int = 0
+    keys: int = 0
+
+
+def owner_of(holder: Holder) -> str:
+    """What the holder's name has before a slash: a server's holders belong to its sessions."""
+    return holder.partition("/")[0]
+
+
+def _keys_of(lease: ReadEntry | WriteEntry) -> int:
+    return len(lease.chain) if isinstance(lease, WriteEntry) else len(lease.slots)
+
+
 class Leases:
     """The lease table of one cache. Leases that a method ends are removed and returned; the caller frees the slots."""
 
@@ -82,7 +100,7 @@ class Leases:
         self._timed: OrderedDict[int, ReadEntry] = OrderedDict()  # those that expire, by deadline
         self._promises: dict[Holder, ReadEntry] = {}
         self._writes: dict[int, WriteEntry] = {}
-        self._numbers: dict[Holder, set[int]] = {}
+        self._owned: dict[str, _Owned] = {}
         self._last_number = 0
 
     @property
@@ -96,7 +114,22 @@ class Leases:
 
     def holders(self) -> set[Holder]:
         """Holders that have any lease."""
-        return set(self._numbers)
+        return {holder for owned in self._owned.values() for holder in owned.numbers}
+
+    def of(self, owner: str) -> list[ReadEntry | WriteEntry]:
+        """All open leases of this owner's holders, in the order in which they began."""
+        owned = self._owned.get(owner)
+        numbers = sorted(number for of_holder in owned.numbers.values() for number in of_holder) if owned else ()
+        return [lease for number in numbers if (lease := self.find(number)) is not None]
+
+    def count(self, owner: str) -> tuple[int, int]:
+        """How many these are, and their keys in all. Needs no lock, like `find`."""
+        owned = self._owned.get(owner)
+        return (0, 0) if owned is None else (owned.leases, owned.keys)
+
+    def find(self, number: int) -> ReadEntry | WriteEntry | None:
+        """None: it is not open (any more)."""
+        return self._reads.get(number) or self._writes.get(number)
 
     def promise(self, holder: Holder, slots: list[int], now_s: float) -> ReadEntry | None:
         """Replace the holder's promise with these slots; returns the previous promise. No slots: no promise."""
@@ -150,7 +183,8 @@ class Leases:
 
     def end(self, holder: Holder) -> tuple[list[ReadEntry], list[WriteEntry]]:
         """End and return all leases of the holder."""
-        numbers = sorted(self._numbers.get(holder, ()))
+        owned = self._owned.get(owner_of(holder))
+        numbers = sorted(owned.numbers.get(holder, ())) if owned else ()
         reads = [read for number in numbers if (read := self.close_read(number)) is not None]
         return reads, [write for number in numbers if (write := self.close_write(number)) is not None]
 
@@ -177,7 +211,7 @@ class Leases:
 
     def clear(self) -> list[WriteEntry]:
         """End everything; returns the writes."""
-        return [write for holder in list(self._numbers) for write in self.end(holder)[1]]
+        return [write for holder in self.holders() for write in self.end(holder)[1]]
 
     def _next_number(self) -> int:
         self._last_number += 1
@@ -189,17 +223,28 @@ class Leases:
             self._timed[read.number] = read
         if read.kind == "promise":
             self._promises[read.holder] = read
-        self._numbers.setdefault(read.holder, set()).add(read.number)
+        self._note(read)
 
     def _add_write(self, write: WriteEntry) -> None:
         self._writes[write.number] = write
-        self._numbers.setdefault(write.holder, set()).add(write.number)
+        self._note(write)
+
+    def _note(self, opened: ReadEntry | WriteEntry) -> None:
+        owned = self._owned.setdefault(owner_of(opened.holder), _Owned())
+        owned.numbers.setdefault(opened.holder, set()).add(opened.number)
+        owned.leases += 1
+        owned.keys += _keys_of(opened)
 
     def _forget(self, closed: ReadEntry | WriteEntry) -> None:
-        numbers = self._numbers[closed.holder]
+        owned = self._owned[owner := owner_of(closed.holder)]
+        numbers = owned.numbers[closed.holder]
         numbers.remove(closed.number)
+        owned.leases -= 1
+        owned.keys -= _keys_of(closed)
         if not numbers:
-            del self._numbers[closed.holder]
+            del owned.numbers[closed.holder]
+        if not owned.leases:
+            del self._owned[owner]
 
 
 # Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed, or retained.

@@ -30,7 +30,7 @@ from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.extension import CacheParts, Extension, FindsInFiles
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.host import FROZEN, TIER, CacheTotals, Doubtful, HostTier
-from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry
+from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry, owner_of
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
@@ -372,6 +372,14 @@ class LocalCache:
                 self._abort(write)
             if self.events.on_requests:
                 self.events.publish(events.HolderEnded(holder))
+
+    def end_all(self, owner: str) -> None:
+        """End all holders of this owner (`kv_tiers.cache.leases.owner_of`)."""
+        with self._lock:
+            holders = self._leases.holders() | self._promotions.waiting()
+        for holder in holders:
+            if owner_of(holder) == owner:
+                self.end(holder)
 
     def changes_since(self, upto: int) -> Changes:
         """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`. Raises

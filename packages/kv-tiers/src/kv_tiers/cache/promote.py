@@ -333,6 +333,8 @@ class PromotionWait:
     awaited: Skipped | None = None
 
 
+MAX_WAITS: Final = 1 << 16
+"""Waits at a time; beyond that, the oldest ends."""
 _MAX_LOAD_CHUNKS = 256
 """The most chunks of one load. A lane takes four such loads at a time, and never a load larger than four of them."""
 
@@ -530,9 +532,15 @@ class Promotions:
             for slot in slots:
                 self._source.pop(slot, None)
 
+    def waiting(self) -> set[Holder]:
+        """Holders that wait, or did lately. Under the lock."""
+        return set(self._waits)
+
     def _wait_of(self, holder: Holder, now_s: float) -> PromotionWait:
         wait = self._waits.get(holder)
         if wait is None:
+            if len(self._waits) >= MAX_WAITS:
+                self.end(next(iter(self._waits)))
             wait = self._waits[holder] = PromotionWait(Answers(now_s), now_s + self._wait_s)
         return wait
 
