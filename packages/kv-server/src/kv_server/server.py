@@ -310,10 +310,12 @@ class CacheServer:
                 self._begin_passing_on(client, request)
             case wire.Reload():
                 client.waiting = request
-                self.reload(partial(self._reloaded, client), take_over=request.take_over)
+                answer_later = partial(self._answer_later, client)
+                self.reload(lambda report: answer_later(lambda: wire.Reloaded(report)), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
-                explain_on_thread(partial(explainer(self), request), partial(self._explained, client))
+                answer_later = partial(self._answer_later, client)
+                explain_on_thread(partial(explainer(self), request), lambda one: answer_later(one.result))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -328,21 +330,10 @@ class CacheServer:
                 if answer is not None:
                     send(answer)
 
-    def _reloaded(self, client: ClientConnection, report: ReloadReport) -> None:
+    def _answer_later(self, client: ClientConnection, answer: Callable[[], wire.Answer]) -> None:
         """On any thread."""
-
-        def answer() -> None:
-            self._connections.send(client, wire.Reloaded(report))
-
-        self.submit(partial(self._connections.finish, client, answer))
-
-    def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
-        """On any thread."""
-
-        def answer() -> None:
-            self._connections.send(client, explained.result())
-
-        self.submit(partial(self._connections.finish, client, answer))
+        send = self._connections.send
+        self.submit(partial(self._connections.finish, client, lambda: send(client, answer())))
 
     # Sessions, from their registration to their end.
 

@@ -14,17 +14,15 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final
 
 import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
-from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import HostExtent
-from kv_remote.messages import MAX_NAME
+from kv_remote.messages import MAX_NAME, by_length
 from kv_tiers.cache.leases import ReadEntry, WriteEntry, owner_of
 from kv_tiers.cache.local import LocalCache
 
@@ -126,7 +124,7 @@ class Session:
         changes = [
             wire.KeyChange(change.entered, wire.pack_keys(alike))
             for change in since.changes
-            for alike in (_by_length(change.keys) or [[]])
+            for alike in (by_length(change.keys) or [[]])
         ]
         return wire.Changed(since.upto, since.is_whole, changes)
 
@@ -220,11 +218,6 @@ def _check_tiers(names: Sequence[str] | None) -> None:
     """Raises `InputError`: so many tiers, or such long names, do not exist."""
     if names is not None and (len(names) > MAX_TIERS or max(map(len, names), default=0) > MAX_NAME):
         raise InputError(f"a request names at most {MAX_TIERS} tiers, of {MAX_NAME} characters")
-
-
-def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
-    """The keys by length, because those of one message have the same length, and those of one eviction need not."""
-    return [list(alike) for _, alike in groupby(sorted(keys, key=len), key=len)]
 
 
 SETTLE_S: Final = 10.0

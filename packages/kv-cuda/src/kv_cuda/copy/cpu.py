@@ -174,7 +174,7 @@ class CpuCopier(LayerwiseCopier):
         self._compiled = self._in_c([part.runs for part in self._parts])
         self._compiled_layers: list[CompiledBlocks] = []  # the same layer by layer, made on first use
         self._pays_behind = pays_behind
-        self.stores_behind = stores_behind and bool(self._compiled) and pays_behind(sys.maxsize)
+        self._stores_behind = stores_behind and bool(self._compiled) and pays_behind(sys.maxsize)
         self._aligned = max(part.word.itemsize for part in self._parts)
         self._pools: dict[str, Place] = {}  # for functions in C; `_words` keep the memory alive
         self._pool_bytes: dict[str, int] = {}
@@ -216,6 +216,10 @@ class CpuCopier(LayerwiseCopier):
         self._pool_bytes.pop(pool, None)
         for part in self._parts:
             self._words.pop((pool, part.word), None)
+
+    @property
+    def stores_behind(self) -> bool:
+        return self._stores_behind
 
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         return None
@@ -285,7 +289,7 @@ class CpuCopier(LayerwiseCopier):
     def store(self, plan: TransferPlan) -> CopyEvent:
         """Where stores may end after the call, a thread, or a caller that waits, gathers large ones."""
         chunks = self._checked(plan, to_engine=False)
-        if not self.stores_behind or not self._in_thread(chunks):
+        if not self._stores_behind or not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=False)
             return _DONE
         copy = self._copy_of(self._compiled, chunks, CopyWay.TO_CHUNKS)

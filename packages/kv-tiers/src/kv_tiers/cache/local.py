@@ -103,9 +103,6 @@ class LocalCache:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
-        self.admin = Administration(
-            self, self._host, self._index, shares, self.lower, holds=self.holds, clock=self._clock
-        )
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._direct = next((extension for extension in extensions if isinstance(extension, FindsInFiles)), None)
@@ -118,6 +115,7 @@ class LocalCache:
             cleared_for_s=self.cleared_for_s,
         )  # fmt: skip
         """For extensions, and for whoever passes the cache on to another process."""
+        self.admin = Administration(self, self.parts)
         self.extensions = self._own_extensions
         for extension in extensions:
             extension.attach(self.parts)
@@ -456,7 +454,7 @@ class LocalCache:
             self._host.stop()
             for write in self._leases.clear():
                 self._abort(write)
-            self.admin.unpin_all()
+            self.admin.pinned.clear()
             self.holds.clear()
         if not self.lower.close(self._cold.drain_s):
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not returned from a call")
