@@ -40,7 +40,7 @@ MANY_ATTRIBUTES = words(
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
     LocalCache Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Upgrades RemoteCache Residency SchedulerHalf
-    Segment Servers Session SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
+    Segment Servers SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
     """
 )
 FILES_OF_AN_OPTION = {"costs": 17, "hold_s": 9, "lasting": 10, "wait_for_promotion": 7}

@@ -7,6 +7,7 @@ of 256 does not, and what decides how long a state remembers is drawn so that a 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +57,12 @@ class TinyModel:
     @property
     def dtype(self) -> str:
         return str(self.arguments.get("dtype", "float32"))
+
+
+def _config(kind: str, architecture: str = "", **sizes: Any) -> Any:
+    """Of transformers, for the architecture of the same name unless another is given."""
+    config = getattr(import_module("transformers"), f"{kind}Config")
+    return config(**_COMMON, architectures=[f"{architecture or kind}ForCausalLM"], **sizes)
 
 
 def _save(directory: Path, model_class: Any, config: Any, **weights: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -123,11 +130,9 @@ def _qwen3() -> Any:
 
 
 def _gemma3() -> Any:
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(
-        **_COMMON,
-        architectures=["Gemma3ForCausalLM"],
+    return _config(
+        "Gemma3Text",
+        "Gemma3",
         num_hidden_layers=4,
         head_dim=64,
         query_pre_attn_scalar=64,
@@ -137,11 +142,8 @@ def _gemma3() -> Any:
 
 
 def _gpt_oss() -> Any:
-    from transformers import GptOssConfig
-
-    return GptOssConfig(
-        **_COMMON,
-        architectures=["GptOssForCausalLM"],
+    return _config(
+        "GptOss",
         num_hidden_layers=4,
         head_dim=64,
         sliding_window=128,
@@ -202,11 +204,8 @@ def _deepseek_v4(directory: Path) -> Path:
 
 
 def _qwen3_next() -> Any:
-    from transformers import Qwen3NextConfig
-
-    return Qwen3NextConfig(
-        **_COMMON,
-        architectures=["Qwen3NextForCausalLM"],
+    return _config(
+        "Qwen3Next",
         num_hidden_layers=4,
         head_dim=64,
         layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -250,11 +249,8 @@ def _mamba2() -> Any:
 
 
 def _jamba() -> Any:
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        **_COMMON,
-        architectures=["JambaForCausalLM"],
+    return _config(
+        "Jamba",
         num_hidden_layers=4,
         attn_layer_period=4,
         attn_layer_offset=2,
@@ -271,11 +267,8 @@ def _jamba() -> Any:
 
 
 def _falcon_h1() -> Any:
-    from transformers import FalconH1Config
-
-    return FalconH1Config(
-        **_COMMON,
-        architectures=["FalconH1ForCausalLM"],
+    return _config(
+        "FalconH1",
         num_hidden_layers=3,
         head_dim=64,
         mamba_d_ssm=512,
@@ -286,11 +279,8 @@ def _falcon_h1() -> Any:
 
 
 def _nemotron_h() -> Any:
-    from transformers import NemotronHConfig
-
-    return NemotronHConfig(
-        **_COMMON,
-        architectures=["NemotronHForCausalLM"],
+    return _config(
+        "NemotronH",
         layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
         head_dim=64,
         ssm_state_size=32,
@@ -304,11 +294,8 @@ def _nemotron_h() -> Any:
 
 
 def _bamba() -> Any:
-    from transformers import BambaConfig
-
-    return BambaConfig(
-        **_COMMON,
-        architectures=["BambaForCausalLM"],
+    return _config(
+        "Bamba",
         num_hidden_layers=4,
         attn_layer_indices=[2],
         **_MAMBA2_SIZES,
@@ -316,11 +303,8 @@ def _bamba() -> Any:
 
 
 def _granite4() -> Any:
-    from transformers import GraniteMoeHybridConfig
-
-    return GraniteMoeHybridConfig(
-        **_COMMON,
-        architectures=["GraniteMoeHybridForCausalLM"],
+    return _config(
+        "GraniteMoeHybrid",
         num_hidden_layers=4,
         layer_types=["mamba", "attention", "mamba", "mamba"],
         attention_multiplier=0.125,
@@ -349,11 +333,8 @@ def _llama4() -> Any:
 
 
 def _lfm2() -> Any:
-    from transformers import Lfm2Config
-
-    return Lfm2Config(
-        **_COMMON,
-        architectures=["Lfm2ForCausalLM"],
+    return _config(
+        "Lfm2",
         num_hidden_layers=4,
         layer_types=["conv", "full_attention", "conv", "conv"],
         conv_L_cache=3,

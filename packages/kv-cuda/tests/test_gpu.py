@@ -165,7 +165,7 @@ def test_without_memory_for_the_ring_only_this_copy_fails() -> None:
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     with pytest.MonkeyPatch.context() as patch:
         for pipeline in copier._pipelines.values():
-            patch.setattr(pipeline, "_make_ring", no_memory)
+            patch.setattr(pipeline, "make_ring", no_memory)
         for copy in (copier.load, copier.store, copier.load_layers):
             with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
                 copy(whole())

@@ -296,20 +296,10 @@ def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch
     assert cache.begin_store(keys, "w").refused
     assert isinstance(cache.load(keys, "r", lasting=True), LoadFailed)
     assert isinstance(cache.load(keys, "r"), ReadLease)
+    monkeypatch.setattr(session_module, "MAX_TIMED", 2)
+    assert cache.lookup(keys, "s").ended is Ended.REFUSED
     cache.close()
     other.close()
-
-
-def test_the_holder_not_heard_of_for_longest_goes_first(
-    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "MAX_HOLDERS", 2)
-    cache = served.join()
-    store(cache, key_chain(1))
-    for holder in ("a", "b", "c"):
-        cache.lookup(key_chain(1), holder)
-    assert [cache.renew(holder) for holder in ("a", "b", "c")] == [False, True, True]
-    cache.close()
 
 
 def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(

@@ -54,7 +54,7 @@ REQUESTS: list[wire.Request] = [
     wire.Load(wire.pack_keys(key_chain(2)), "h", False),
     wire.BeginStore(wire.pack_keys(key_chain(2)), "h", {}),
     wire.Commit(1),
-    wire.Release(1, True),
+    wire.Release(1),
     wire.Forget(wire.pack_keys(key_chain(1))),
     wire.End("h"),
     wire.Clear(),

@@ -36,7 +36,8 @@ from kv_tiers.testing.tier_contract import content
 
 SLOTS = 12
 LEASE_S = 50.0
-branches, lengths, holders = st.integers(0, 3), st.integers(1, 4), st.sampled_from(["1/a", "1/b", "2l", "job"])
+CLIENTS = ("0123abcd.1/a", "0123abcd.1/b", "0123abcd.2l/a")
+branches, lengths, holders = st.integers(0, 3), st.integers(1, 4), st.sampled_from([*CLIENTS, "job"])
 
 
 def cross(message: Any, kind: Any) -> Any:
@@ -87,7 +88,7 @@ class PassedOn(RuleBasedStateMachine):
 
     @rule(branch=branches)
     def put(self, branch: int) -> None:
-        self.store(branch, 4, "1/a", 0.0)
+        self.store(branch, 4, CLIENTS[0], 0.0)
         self.finish_store(-1, gives_up=False)
 
     @rule(number=st.integers(0, 100), gives_up=st.booleans())
@@ -177,11 +178,11 @@ class PassedOn(RuleBasedStateMachine):
     def shrink_while_one_reads(self, slots: int, branch: int) -> None:
         for stored in (branch, 0, 1, 2):
             self.put(stored)
-        self.load(branch, 4, "2l", lasting=True)
+        self.load(branch, 4, CLIENTS[2], lasting=True)
         self.pass_on(is_taken=True, slots=slots)
         self.give_memory_back(9)
         for key in self.cache.admin.resident_keys():
-            lease = self.cache.load([key], "1/b")
+            lease = self.cache.load([key], CLIENTS[1])
             assert isinstance(lease, ReadLease)
             self.reads[lease.id] = lease
             self.finish_load(-1)
@@ -221,7 +222,7 @@ class PassedOn(RuleBasedStateMachine):
             return
         end_inherited_leases(self.cache)
         assert "job" not in self.cache.parts.leases.holders()
-        for holder in ("1/a", "1/b", "2l"):
+        for holder in CLIENTS:
             self.cache.end(holder)
         for name in "xy":
             self.cache.admin.unpin(name)
@@ -249,7 +250,7 @@ def test_a_chunk_that_moves_counts_once() -> None:
 
     def while_copying(slot: int) -> memoryview:
         if not leases:
-            leases.append(cache.begin_store(key_chain(1, branch="new"), "1/a"))
+            leases.append(cache.begin_store(key_chain(1, branch="new"), CLIENTS[0]))
         return pages(slot)
 
     cache.pool.pages = while_copying  # type: ignore[method-assign]

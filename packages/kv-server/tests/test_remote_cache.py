@@ -179,12 +179,12 @@ def test_no_client_touches_what_is_anothers(served: ThreadedServer) -> None:
     keys = key_chain(2)
     writing = mine.begin_store(keys, "same name")
     with raw_session(served) as ask:
-        for request in (wire.Commit(writing.id), wire.Release(writing.id, True), wire.Release(writing.id, False)):
+        for request in (wire.Commit(writing.id), wire.Release(writing.id)):
             refused = ask(request)
             assert isinstance(refused, wire.Failed)
             assert refused.kind == "misuse"
         assert isinstance(ask(wire.Commit(999)), wire.Failed)
-        assert ask(wire.Release(999, False)) == wire.Truth(False)
+        assert ask(wire.Release(999)) == wire.Truth(False)
     yours.end("same name")
     fill(mine, writing)
     mine.commit(writing)

@@ -52,7 +52,7 @@ REQUESTS: list[wire.Request] = [
     wire.BeginStore(KEYS, "holder", {"hold_s": 1.5, "tiers": ["host", "disk"]}),
     wire.Allocated({"holder": 3}),
     wire.Commit(7),
-    wire.Release(7, True),
+    wire.Release(7),
     wire.Forget(KEYS),
     wire.Received(KEYS),
     wire.TurnEnded(KEYS),

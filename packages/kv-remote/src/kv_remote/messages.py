@@ -61,6 +61,15 @@ def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
     return Keys(nbytes, joined)
 
 
+def by_length(keys: Sequence[ChunkKey], at_most: int = MAX_KEYS) -> list[list[ChunkKey]]:
+    """The keys of each message. Engines may name prefixes by different algorithms, and an eviction or a drain is of the
+    chunks of all, but the keys of a message have one length."""
+    found: dict[int, list[ChunkKey]] = {}
+    for key in keys:
+        found.setdefault(len(key), []).append(key)
+    return [alike[start : start + at_most] for alike in found.values() for start in range(0, len(alike), at_most)]
+
+
 def framed(message: Message, version: int) -> bytes:
     """The message as it crosses a socket. version: of the protocol."""
     body = _ENCODER.encode(message)

@@ -298,18 +298,17 @@ class RemoteCache:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
-        is_write = isinstance(lease, WriteLease)
         with self._lock:
             if self._closed:
                 return False
             is_up = self._link.is_up()  # before the lease is closed, as in `commit`
-            if is_write or lease.id in self._lasting:
+            if isinstance(lease, WriteLease) or lease.id in self._lasting:
                 is_known = lease.id in self._lasting and self._close_lease(lease.id)
             else:
                 is_known = lease.id // _GENERATION == self.generation
             if not is_known or not is_up:
                 return False
-            released = self._ask(wire.Release(lease.id % _GENERATION, is_write), wire.Truth)
+            released = self._ask(wire.Release(lease.id % _GENERATION), wire.Truth)
             return released is not None and released.value
 
     def forget(self, keys: Sequence[ChunkKey]) -> None:
@@ -502,7 +501,7 @@ class RemoteCache:
             self._polled = self.generation
             self._ask(wire.ChangesSince(0), wire.Changed)
         for number in self._surplus:
-            self._ask(wire.Release(number, True), wire.Truth)
+            self._ask(wire.Release(number), wire.Truth)
         known = set(self._registered.forgotten.unpack())
         left = [key for key in self._forgotten if key not in known]
         must_clear = self._is_cleared and not self._registered.is_cleared

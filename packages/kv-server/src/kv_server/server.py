@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from types import UnionType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
@@ -49,7 +49,7 @@ from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
 from kv_server.peers.side import directories_of, peer_side
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, ReloadReport, Report, TenantReport
-from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
+from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up, lasting_owner, release
 from kv_server.shrinking import PINS, Shrinking
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_inherited_leases, restore_cache, restore_pool, restore_tiers
@@ -147,6 +147,7 @@ class CacheServer:
         self.tenant_names = {tenant.tag: tenant.name for tenant in config.tenants}
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
+        self._run = token_hex(4)  # in the names of sessions, as another process's leases may still be open
         self._peers: PeerServer | None = None
         made: list[Caches] = []
         self._models: dict[Format, list[str]] = {}
@@ -309,10 +310,12 @@ class CacheServer:
                 self._begin_passing_on(client, request)
             case wire.Reload():
                 client.waiting = request
-                self.reload(partial(self._reloaded, client), take_over=request.take_over)
+                answer_later = partial(self._answer_later, client)
+                self.reload(lambda report: answer_later(lambda: wire.Reloaded(report)), take_over=request.take_over)
             case wire.Explain():
                 client.waiting = request
-                explain_on_thread(partial(explainer(self), request), partial(self._explained, client))
+                answer_later = partial(self._answer_later, client)
+                explain_on_thread(partial(explainer(self), request), lambda one: answer_later(one.result))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -327,21 +330,10 @@ class CacheServer:
                 if answer is not None:
                     send(answer)
 
-    def _reloaded(self, client: ClientConnection, report: ReloadReport) -> None:
+    def _answer_later(self, client: ClientConnection, answer: Callable[[], wire.Answer]) -> None:
         """On any thread."""
-
-        def answer() -> None:
-            self._connections.send(client, wire.Reloaded(report))
-
-        self.submit(partial(self._connections.finish, client, answer))
-
-    def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
-        """On any thread."""
-
-        def answer() -> None:
-            self._connections.send(client, explained.result())
-
-        self.submit(partial(self._connections.finish, client, answer))
+        send = self._connections.send
+        self.submit(partial(self._connections.finish, client, lambda: send(client, answer())))
 
     # Sessions, from their registration to their end.
 
@@ -381,8 +373,7 @@ class CacheServer:
         except OSError as error:
             self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
             return
-        session = self._make_session(client, request, cache)
-        self._resume(session, request)
+        session = self._make_session(client, request, cache, self._resumed(client, request, cache))
         if request.is_cleared:
             cache.clear()
         cache.forget(request.forgotten.unpack())
@@ -392,14 +383,14 @@ class CacheServer:
             group_bytes=pool.sizes.group_bytes,
             slots=pool.mapped_slots,
             token=client.token,
-            lasting=list(session.lasting),
+            lasting=session.lasting(),
             is_watched=cache.events.on,
             tiers=cache.tiers,
             lease_s=self._lease_s,
         )
         self._connections.send(client, answer, lent)
 
-    def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> Session:
+    def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache, name: str) -> Session:
         note = partial(self.engine_loads.looked_up, request.engine, request.format)
         chunk_tokens = request.facts.get(wire.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
@@ -407,34 +398,37 @@ class CacheServer:
         if model := request.facts.get(wire.MODEL_NAME):
             self._note_model(request.format, model)
         return Session(
-            client.number,
+            name,
             cache,
-            lease_s=self._lease_s,
-            clock=self._clock,
             is_watched=client.pidfd >= 0 or cache.pool.knows_lent,
-            is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
             on_lookup=(lambda *_: None) if wire.REPEATS_LOOKUPS in request.facts else note,
             ends_holds=wire.READS_TOGETHER not in request.facts,
         )
 
-    def _resume(self, session: Session, request: wire.Register) -> None:
-        """Take over the leases under which this client was copying in its previous session, and which it still has."""
+    def _resumed(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> str:
+        """The name of this client's session: a new one, or that of its previous session, with the leases under which it
+        was copying and which it still has."""
         for other in self._connections.all():
             # A client that gave its connection up may be back before we have seen the old one close.
             if request.resume and other.token == request.resume:
                 self._connections.drop(other)
         orphan = self._orphans.take(request.resume)
-        if orphan is None:
-            return
-        adopted = set(request.lasting) if orphan.cache is session.cache else set()
-        leases = orphan.image.leases
-        session.adopt({number: lease for number, lease in leases.items() if number in adopted})
-        give_up(orphan.cache, {number: lease for number, lease in leases.items() if number not in adopted})
+        if orphan is None or orphan.cache is not cache:
+            if orphan is not None:
+                give_up(orphan)
+            return f"{self._run}.{client.number}"
+        with cache.parts.host.lock:
+            leases = cache.parts.leases.of(lasting_owner(orphan.image.session))
+        still_held = set(request.lasting)
+        for lease in leases:
+            if lease.number not in still_held:
+                release(cache, lease)
+        return orphan.image.session
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:
-            client.session.end_reads()
-            give_up(client.session.cache, client.session.lasting)
+            client.session.cache.end_all(client.session.name)
+            client.session.cache.end_all(client.session.lasting_owner)
             self.formats.left(client.session.cache)
         client.session = client.register = None
 
@@ -443,11 +437,11 @@ class CacheServer:
         if client.session is None or client.register is None:
             close_descriptor(pidfd)
             return
-        client.session.end_reads()
-        self.formats.left(client.session.cache)
-        wanted, leases = client.register.format, client.session.lasting
-        orphan = OrphanImage(client.token, wanted, leases, client.pid, pidfd >= 0, self._clock.now_s())
-        self._orphans.add(orphan, client.session.cache, pidfd)
+        cache, name, wanted = client.session.cache, client.session.name, client.register.format
+        cache.end_all(name)
+        self.formats.left(cache)
+        image = OrphanImage(client.token, wanted, name, client.pid, pidfd >= 0, self._clock.now_s())
+        self._orphans.add(Orphan(image, cache, pidfd))
 
     def _pins(self, cache: LocalCache) -> list[int]:
         clients = [one for one in self._connections.all() if one.session is not None and one.session.cache is cache]
@@ -457,11 +451,6 @@ class CacheServer:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
         used = [one.session.cache for one in self._connections.all() if one.session is not None]
         return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
-
-    def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
-        sessions = [one.session for one in self._connections.all() if one.session is not None and one is not but]
-        is_held = any(one.cache is cache and (lease in one.lasting or one.reads(lease)) for one in sessions)
-        return is_held or self._orphans.holds(cache, lease)
 
     def _forget_history(self, cache: str) -> None:
         """Runs on the thread that has closed the cache."""
@@ -641,11 +630,10 @@ class CacheServer:
             client.frames.feed(image.frames)
             if image.unsent:
                 client.unsent.append((image.unsent, -1))
-            if image.session is not None and image.register is not None:
+            if image.session and image.register is not None:
                 cache = self.caches[image.register.format]
                 client.register = image.register
-                client.session = self._make_session(client, image.register, cache)
-                client.session.restore(image.session)
+                client.session = self._make_session(client, image.register, cache, image.session)
             clients.append(client)
         orphans = [
             Orphan(orphan, self.caches[orphan.format], next(left) if orphan.has_pidfd else -1)
@@ -797,7 +785,7 @@ def _image_of(client: ClientConnection) -> ClientImage:
         client.is_greeted,
         client.waiting,
         client.register,
-        None if client.session is None else client.session.image(),
+        "" if client.session is None else client.session.name,
         client.token,
         client.frames.arrived,
         b"".join(data for data, _ in client.unsent),

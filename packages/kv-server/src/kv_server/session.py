@@ -1,32 +1,29 @@
 """What one client holds, so that all of it can be released when the client goes, however it goes.
 
-The cache identifies holders by session number and name, and leases belong to the session that opened them, so no client
+The cache's lease table has the leases of all sessions. A holder's name there begins with its session's, so no client
 can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
 learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
 cannot discard what it has read. A client that lost its connection may be in the middle of a copy, so these leases last
 until it reports otherwise or no process maps the pool for it: see `Orphans`.
 
-Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
-lookups are refused, stores get no room and loads fail, which costs a miss.
+Everything is bounded. Beyond the bound, lookups are refused, stores get no room and loads fail, which costs a miss.
 """
 
+import math
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Final
 
 import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
-from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import HostExtent
-from kv_remote.messages import MAX_NAME
-from kv_tiers.cache.hits import needed_count
+from kv_remote.messages import MAX_NAME, by_length
+from kv_tiers.cache.leases import ReadEntry, WriteEntry, owner_of
 from kv_tiers.cache.local import LocalCache
 
 from kv_server import wire
@@ -39,7 +36,6 @@ MAX_KEYS_HELD: Final = 1 << 22
 """Keys in all of a session's promises, loads, read leases and stores together: about 400 MB of the server's memory."""
 MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
-MAX_HOLDERS: Final = 1 << 16
 MAX_TIERS: Final = 64
 """Names of tiers that a request is restricted to."""
 MAX_HOLD_S: Final = 3600
@@ -51,73 +47,27 @@ _UNWATCHED: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LastingLease:
-    """A write lease, or a lasting one to read.
-
-    holder: the client's name for its holder.
-    keys: how many the call had.
-    slots: how many slots of the pool it covers.
-    is_write: which of the two.
-    """
-
-    holder: Holder
-    keys: int
-    slots: int
-    is_write: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SessionImage:
-    """What a session holds, for another process.
-
-    lasting: its lasting leases, by their numbers.
-    timed: its promises (by their holders) and read leases (by their numbers): how many keys, and until when.
-    holders: those that it has used, the oldest first.
-    """
-
-    lasting: dict[int, LastingLease]
-    timed: list[tuple[Holder | int, int, float]]
-    holders: list[Holder]
-
-
 class Session:
     """The session of one registered client. Used by the server's thread only."""
 
     def __init__(
-        self,
-        number: int,
-        cache: LocalCache,
-        *,
-        lease_s: float,
-        clock: Clock,
-        is_watched: bool,
-        is_open_elsewhere: Callable[[int], bool],
-        on_lookup: OnLookup,
-        ends_holds: bool,
+        self, name: str, cache: LocalCache, *, is_watched: bool, on_lookup: OnLookup, ends_holds: bool
     ) -> None:
-        """is_watched: it will be known when no process can be copying for this client any more.
-        is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
+        """name: what the names of its holders begin with in the cache. It stays the client's when it comes back.
+        is_watched: it will be known when no process can be copying for this client any more.
         on_lookup: called after each lookup.
         ends_holds: whether a chunk that it has read need not be held any more."""
+        self.name, self.lasting_owner = name, lasting_owner(name)
         self.cache = cache
-        self.lasting: dict[int, LastingLease] = {}
-        self._prefix = f"{number}/"
-        self._lasting_holder = f"{number}l"
-        self._lease_s = lease_s
-        self._clock = clock
+        self._leases = cache.parts.leases
         self._is_watched = is_watched
-        self._is_open_elsewhere = is_open_elsewhere
         self._on_lookup = on_lookup
         self._ends_holds = ends_holds
-        self._timed: OrderedDict[Holder | int, tuple[int, float]] = OrderedDict()
-        """Promises by their holders, and read leases by their numbers: how many keys, and when each becomes void, if
-        not earlier."""
-        self._holders: OrderedDict[Holder, None] = OrderedDict()
-        self._keys_held = 0
 
-    def reads(self, lease: int) -> bool:
-        return lease in self._timed
+    def lasting(self) -> list[int]:
+        """The numbers of its lasting leases."""
+        with self.cache.parts.host.lock:
+            return [lease.number for lease in self._leases.of(self.lasting_owner)]
 
     def answer(self, verb: wire.Verb) -> wire.Answer | None:
         """None: this verb has no answer.
@@ -130,22 +80,24 @@ class Session:
             case wire.Lookup():
                 return self._lookup(verb)
             case wire.Renew(holder):
-                return self._renew(holder)
+                return wire.Truth(self.cache.renew(self._timed(holder)))
             case wire.Load():
                 return self._load(verb)
             case wire.BeginStore():
                 return self._begin_store(verb)
-            case wire.Commit(lease):
-                self._commit(lease)
-            case wire.Release(lease, is_write):
-                lasts = is_write or lease in self.lasting
-                return wire.Truth(self._give_up(lease) if lasts else self._release(lease))
+            case wire.Commit(number):
+                self._own(number)
+                self.cache.commit(WriteLease(LeaseId(number), (), (), ""))
+            case wire.Release(number):
+                lease = self._own(number)
+                return wire.Truth(lease is not None and release(self.cache, lease, ends_holds=self._ends_holds))
             case wire.Forget(keys):
                 self.cache.forget(keys.unpack())
             case wire.End(holder):
-                self._end(holder)
+                self.cache.end(self._timed(holder))
+                self.cache.end(f"{self.lasting_owner}/{holder}")
             case wire.Allocated(blocks):
-                self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
+                self.cache.allocated({self._timed(holder): count for holder, count in blocks.items()})
                 return None
             case wire.MeasuredSamples(samples):
                 _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
@@ -167,38 +119,12 @@ class Session:
                 return self._changes_since(upto)
         return wire.Done()
 
-    def end_reads(self) -> None:
-        """Release everything but the lasting leases, which the caller must end."""
-        for holder in self._holders:
-            self.cache.end(self._prefix + holder)
-        self._holders.clear()
-        self._timed.clear()
-        self._keys_held = sum(lease.keys for lease in self.lasting.values())
-
-    def image(self) -> "SessionImage":
-        """For `restore`."""
-        timed = [(what, keys, deadline_s) for what, (keys, deadline_s) in self._timed.items()]
-        return SessionImage(self.lasting, timed, list(self._holders))
-
-    def restore(self, image: "SessionImage") -> None:
-        """In a new session of the same number: what it held in another process."""
-        self.adopt(image.lasting)
-        for what, keys, deadline_s in image.timed:
-            self._timed[what] = keys, deadline_s
-            self._keys_held += keys
-        self._holders.update(dict.fromkeys(image.holders))
-
-    def adopt(self, leases: dict[int, LastingLease]) -> None:
-        """Take over the lasting leases of this client's previous session."""
-        self.lasting.update(leases)
-        self._keys_held += sum(lease.keys for lease in leases.values())
-
     def _changes_since(self, upto: int) -> wire.Changed:
         since = self.cache.changes_since(upto)
         changes = [
             wire.KeyChange(change.entered, wire.pack_keys(alike))
             for change in since.changes
-            for alike in (_by_length(change.keys) or [[]])
+            for alike in (by_length(change.keys) or [[]])
         ]
         return wire.Changed(since.upto, since.is_whole, changes)
 
@@ -208,41 +134,22 @@ class Session:
             _check_seconds((*(costs.compute or ()), *(costs.load or ())))
         _check_tiers(verb.options.get("tiers"))
         if not self._has_room(len(keys)):
-            self._forget_timed(verb.holder)
-            self.cache.lookup([], self._prefix + verb.holder)  # ends its promise
+            self.cache.lookup([], self._timed(verb.holder))  # ends its promise
             return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
-        plan = self.cache.lookup(keys, self._prefix + verb.holder, shape=shape, **verb.options)
+        plan = self.cache.lookup(keys, self._timed(verb.holder), shape=shape, **verb.options)
         self._on_lookup(keys, shape, costs, plan)
-        self._forget_timed(verb.holder)
-        if plan.chunks:
-            self._remember_timed(verb.holder, needed_count(shape, plan.chunks))
-        if plan.chunks or verb.options.get("wait_for_promotion"):
-            self._note_holder(verb.holder)
         return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking, plan.choice)
-
-    def _renew(self, holder: Holder) -> wire.Truth:
-        is_renewed = self.cache.renew(self._prefix + holder)
-        timed = self._timed.get(holder)
-        if is_renewed and timed is not None:
-            self._timed[holder] = timed[0], self._clock.now_s() + self._lease_s
-            self._timed.move_to_end(holder)
-        return wire.Truth(is_renewed)
 
     def _load(self, verb: wire.Load) -> wire.ReadLeased:
         keys = verb.keys.unpack()
-        if not self._has_room(len(keys)) or (verb.lasting and len(self.lasting) >= MAX_LASTING):
+        if not self._has_room(len(keys), lasting=verb.lasting):
             return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as a session may")
         if verb.lasting and not self._is_watched:
             return wire.ReadLeased(0, [], wire.Keys(), _UNWATCHED)
-        holder = self._lasting_holder if verb.lasting else self._prefix + verb.holder
+        holder = f"{self.lasting_owner}/{verb.holder}" if verb.lasting else self._timed(verb.holder)
         answer = self.cache.load(keys, holder, lasting=verb.lasting)
         if isinstance(answer, LoadFailed):
             return wire.ReadLeased(0, [], wire.pack_keys(answer.missing), answer.reason)
-        if verb.lasting:
-            self._note_lasting(answer.id, LastingLease(verb.holder, len(keys), len(keys), is_write=False))
-        else:
-            self._remember_timed(answer.id, len(keys))
-            self._note_holder(verb.holder)
         return wire.ReadLeased(answer.id, self._slots(answer.extents), wire.Keys(), "")
 
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
@@ -251,12 +158,11 @@ class Session:
         held_s = (verb.options.get("hold_s", 0.0), verb.options.get("retain_s", 0.0))
         if not all(0.0 <= seconds <= MAX_HOLD_S for seconds in held_s):
             raise InputError(f"chunks are held from 0 to {MAX_HOLD_S} seconds")
-        if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
+        if not self._has_room(len(keys), lasting=True):
             return wire.WriteLeased(0, [], [], "this session holds as much as a session may")
         if not self._is_watched:
             return wire.WriteLeased(0, [], [], _UNWATCHED)
-        lease = self.cache.begin_store(keys, self._lasting_holder, **verb.options)
-        self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
+        lease = self.cache.begin_store(keys, f"{self.lasting_owner}/{verb.holder}", **verb.options)
         places: list[int] = []
         for key in lease.keys:  # in the order of the call
             places.append(keys.index(key, places[-1] if places else 0))
@@ -265,83 +171,40 @@ class Session:
     def _slots(self, extents: Sequence[HostExtent]) -> list[int]:
         return [extent.offset // self.cache.pool.slot_bytes for extent in extents]
 
-    def _commit(self, lease: int) -> None:
-        lasting = self.lasting.get(lease)
-        if lasting is None or not lasting.is_write:
-            self._check_owner(lease)
-            raise MisuseError(f"write lease {lease} is not open in this session")
-        self._close_lasting(lease)
-        self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
+    def _timed(self, holder: Holder) -> Holder:
+        """The holder of what ends with the connection."""
+        return f"{self.name}/{holder}"
 
-    def _give_up(self, lease: int) -> bool:
-        closed = self._close_lasting(lease)
-        return closed is not None and release(self.cache, lease, closed)
-
-    def _release(self, lease: int) -> bool:
-        if lease not in self._timed:
-            self._check_owner(lease)
-            return False
-        self._forget_timed(lease)
-        return self.cache.release(ReadLease(LeaseId(lease), (), ()), ends_holds=self._ends_holds)
-
-    def _end(self, holder: Holder) -> None:
-        self._holders.pop(holder, None)
-        self._end_reads_of(holder)
-        for lease in [number for number, lasting in self.lasting.items() if lasting.holder == holder]:
-            self._give_up(lease)
-
-    def _note_lasting(self, number: int, lease: LastingLease) -> None:
-        self.lasting[number] = lease
-        self._keys_held += lease.keys
-
-    def _close_lasting(self, number: int) -> LastingLease | None:
-        """None: it is not open. A lease of another session is misuse."""
-        lease = self.lasting.pop(number, None)
-        if lease is None:
-            self._check_owner(number)
-        else:
-            self._keys_held -= lease.keys
+    def _own(self, number: int) -> ReadEntry | WriteEntry | None:
+        """None: it is not open (any more). Raises `MisuseError`: it is another session's."""
+        lease = self._leases.find(number)
+        if lease is not None and owner_of(lease.holder) not in (self.name, self.lasting_owner):
+            raise MisuseError(f"lease {number} belongs to another session")
         return lease
 
-    def _check_owner(self, lease: int) -> None:
-        if self._is_open_elsewhere(lease):
-            raise MisuseError(f"lease {lease} belongs to another session")
-
-    def _note_holder(self, holder: Holder) -> None:
-        self._holders[holder] = None
-        self._holders.move_to_end(holder)
-        if len(self._holders) > MAX_HOLDERS:
-            oldest, _ = self._holders.popitem(last=False)
-            self._end_reads_of(oldest)
-
-    def _end_reads_of(self, holder: Holder) -> None:
-        """Its read leases count here until they expire; the cache no longer has them."""
-        self.cache.end(self._prefix + holder)
-        self._forget_timed(holder)
-
-    def _has_room(self, keys: int) -> bool:
-        now_s = self._clock.now_s()
-        while self._timed:
-            what, (_, deadline_s) = next(iter(self._timed.items()))
-            if deadline_s > now_s:
-                break
-            self._forget_timed(what)
-        return self._keys_held + keys <= MAX_KEYS_HELD and len(self._timed) < MAX_TIMED
-
-    def _remember_timed(self, what: Holder | int, keys: int) -> None:
-        self._timed[what] = keys, self._clock.now_s() + self._lease_s
-        self._keys_held += keys
-
-    def _forget_timed(self, what: Holder | int) -> None:
-        timed = self._timed.pop(what, None)
-        if timed is not None:
-            self._keys_held -= timed[0]
+    def _has_room(self, keys: int, *, lasting: bool = False) -> bool:
+        for may_expire in (True, False):
+            timed, timed_keys = self._leases.count(self.name)
+            lasts, lasting_keys = self._leases.count(self.lasting_owner)
+            has_number = lasts < MAX_LASTING if lasting else timed < MAX_TIMED
+            if has_number and timed_keys + lasting_keys + keys <= MAX_KEYS_HELD:
+                return True
+            if may_expire:
+                self.cache.counts()  # ends what has expired
+        return False
 
 
-def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
-    """Release a lasting lease: nothing is being copied there any more."""
-    lease_id = LeaseId(number)
-    return cache.release(WriteLease(lease_id, (), (), "") if lease.is_write else ReadLease(lease_id, (), ()))
+def lasting_owner(session: str) -> str:
+    """The owner of the leases of a session that do not end with its connection."""
+    return f"{session}l"
+
+
+def release(cache: LocalCache, lease: ReadEntry | WriteEntry, *, ends_holds: bool = True) -> bool:
+    """Nothing is being copied there any more."""
+    lease_id = LeaseId(lease.number)
+    if isinstance(lease, WriteEntry):
+        return cache.release(WriteLease(lease_id, (), (), ""))
+    return cache.release(ReadLease(lease_id, (), ()), ends_holds=ends_holds or lease.deadline_s == math.inf)
 
 
 def _check_seconds(measured: Sequence[float]) -> None:
@@ -357,11 +220,6 @@ def _check_tiers(names: Sequence[str] | None) -> None:
         raise InputError(f"a request names at most {MAX_TIERS} tiers, of {MAX_NAME} characters")
 
 
-def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
-    """The keys by length, because those of one message have the same length, and those of one eviction need not."""
-    return [list(alike) for _, alike in groupby(sorted(keys, key=len), key=len)]
-
-
 SETTLE_S: Final = 10.0
 """From when no process maps the pool, if the client has not ended or its end is not known: time for its devices to be
 reset."""
@@ -370,10 +228,9 @@ _MAX_LOOK_S: Final = 1.0
 
 
 class OrphanImage(msgspec.Struct):
-    """What one session was copying.
+    """What one session was copying: the leases of its `lasting_owner`.
 
-    format: of the cache of its leases.
-    leases: by their numbers.
+    format: of their cache. session: its name.
     pid: of the process; 0 if it is not visible here. has_pidfd: there is a pidfd of it, which is passed on with this.
     lost_s: since when it is one.
     unmapped_s: since when no process has the pool open or mapped for it; None: some process may.
@@ -381,7 +238,7 @@ class OrphanImage(msgspec.Struct):
 
     token: bytes
     format: wire.Format
-    leases: dict[int, LastingLease]
+    session: str
     pid: int
     has_pidfd: bool
     lost_s: float
@@ -430,21 +287,19 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._orphans)
 
-    def add(self, image: OrphanImage, cache: LocalCache, pidfd: int) -> None:
+    def add(self, orphan: Orphan) -> None:
         """A session has ended. Takes over its process's pidfd."""
-        leases, pid = image.leases, image.pid
-        copying = {number: lease for number, lease in leases.items() if lease.slots}
-        give_up(cache, {number: lease for number, lease in leases.items() if number not in copying})
-        if not copying:
-            close_descriptor(pidfd)
+        if not _slots(orphan):
+            give_up(orphan)
+            close_descriptor(orphan.pidfd)
             return
+        pid, pidfd = orphan.image.pid, orphan.pidfd
         for known in self._orphans.values():  # of a process that comes and goes one descriptor is enough
             if pid and known.image.pid == pid and known.pidfd != pidfd >= 0 and not is_gone(known.pidfd):
                 os.close(pidfd)
-                pidfd = known.pidfd
+                orphan.pidfd = known.pidfd
                 break
-        image.leases = copying
-        orphan = self._orphans[image.token] = Orphan(image, cache, pidfd)
+        self._orphans[orphan.image.token] = orphan
         self._look(orphan)
 
     def all(self) -> list[Orphan]:
@@ -460,9 +315,6 @@ class Orphans:
         if orphan is not None and all(other.pidfd != orphan.pidfd for other in self._orphans.values()):
             close_descriptor(orphan.pidfd)
         return orphan
-
-    def holds(self, cache: LocalCache, lease: int) -> bool:
-        return any(orphan.cache is cache and lease in orphan.image.leases for orphan in self._orphans.values())
 
     def are_of(self, cache: LocalCache) -> bool:
         """Whether any orphan was copying there."""
@@ -495,7 +347,7 @@ class Orphans:
         has_settled = image.unmapped_s is not None and now_s - image.unmapped_s >= SETTLE_S
         if not is_mapped and (has_ended or has_settled):
             self.take(image.token)
-            give_up(orphan.cache, image.leases)
+            give_up(orphan)
             return
         orphan.look_s = time.monotonic() + orphan.wait_s
         orphan.wait_s = min(2 * orphan.wait_s, _MAX_LOOK_S)
@@ -515,11 +367,11 @@ class Orphans:
             )
 
 
-def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
-    """Release all of these, because nothing is being copied there any more."""
-    for number, lease in leases.items():
-        release(cache, number, lease)
+def give_up(orphan: Orphan) -> None:
+    """Nothing is being copied there any more."""
+    orphan.cache.end_all(lasting_owner(orphan.image.session))
 
 
 def _slots(orphan: Orphan) -> int:
-    return sum(lease.slots for lease in orphan.image.leases.values())
+    with orphan.cache.parts.host.lock:
+        return sum(len(lease.slots) for lease in orphan.cache.parts.leases.of(lasting_owner(orphan.image.session)))

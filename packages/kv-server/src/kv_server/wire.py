@@ -25,7 +25,7 @@ from kv_server.report import DirectoryState, Registration, ReloadReport, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 14
+VERSION: Final = 15
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -232,7 +232,6 @@ class Commit(Message, tag="commit"):
 
 class Release(Message, tag="release"):
     lease: Number
-    is_write: bool
 
 
 class Forget(Message, tag="forget"):

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 
 import httpx
@@ -24,13 +23,6 @@ from kv_server.report import Report
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.http import SLOT_BYTES, Served, problem, store
 from kv_testing.wait import joined, until
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def test_status_is_what_the_socket_says_too(served: Served) -> None:

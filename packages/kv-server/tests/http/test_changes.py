@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,13 +21,6 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import HttpConfig
 from kv_tiers.testing.tier_contract import content
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def test_clear_forgets_everything_or_one_format(served: Served) -> None:

@@ -26,13 +26,6 @@ from schemathesis.specs.openapi.checks import ignored_auth
 from starlette.types import ASGIApp
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
-
-
 def make_asgi(served: Served) -> ASGIApp:
     archive = Path(served.home.name) / "archive"
     archive.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """What became of a prompt, over HTTP; and for which engines and prompts most was found."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
@@ -15,13 +15,6 @@ from kv_testing.wait import until
 
 CHUNK_TOKENS = 4
 TOKENS = list(range(100, 130))
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def keys_of(tokens: list[int], salt: str | None = None) -> list[ChunkKey]:

@@ -1,6 +1,5 @@
 """`POST /hints` on a running server: each action does what its outcome says, to its tenant's chunks alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,6 @@ from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, 
 from kv_testing.wait import until
 
 ACME, GLOBEX = keys_of("acme", 4), keys_of("globex", 4)
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 def hints(served: Served, keys: list[ChunkKey], kind: str, tenant: str = "acme", **payload: Any) -> dict[str, Any]:

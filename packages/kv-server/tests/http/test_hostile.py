@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,13 +17,6 @@ from kv_server.http.thread import read_listen
 from kv_testing.http import TOKEN, Served, problem, store
 from kv_testing.wait import joined, until
 from kv_tiers.config import HttpConfig
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "[::2]:80"])

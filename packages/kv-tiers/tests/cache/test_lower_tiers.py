@@ -12,6 +12,7 @@ from kv_testing.faults import Fault
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
 from kv_testing.wait import until
+from kv_tiers.cache import promote
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
 from kv_tiers.lanes.lane import Health
@@ -31,6 +32,24 @@ def test_what_left_the_pool_comes_back_from_below() -> None:
     assert (plan.chunks, plan.ended, plan.tiers) == (6, Ended.ALL_HELD, ("tier0",) * 6)
     tower.read(KEYS)
     assert tower.ask(KEYS).tiers == ("host",) * 6  # used once, it is the pool's own
+    tower.close()
+
+
+def test_an_owners_waits_end_with_its_leases_and_beyond_the_limit_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = Tower()
+    tower.store_below(KEYS)
+    tower.store(KEYS[:1])
+    monkeypatch.setattr(promote, "MAX_WAITS", 2)
+    for holder in ("1/a", "1/b", "2/a", "2/b"):
+        plan = tower.cache.lookup(KEYS, holder, wait_for_promotion=True)
+        assert (plan.chunks, plan.ended) == (1, Ended.PENDING)
+    assert tower.cache._promotions.waiting() == {"1/b", "2/b"}
+    assert tower.cache.parts.leases.count("1") == (2, 2)
+    tower.cache.end_all("1")
+    assert tower.cache._promotions.waiting() == {"2/b"}
+    assert tower.cache.parts.leases.holders() == {"2/a", "2/b"}
+    tower.cache.end_all("2")
+    tower.run()
     tower.close()
 
 

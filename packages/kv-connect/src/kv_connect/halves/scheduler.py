@@ -226,8 +226,10 @@ class SchedulerHalf:
         engine, and no chunk is held for one. shares_blocks: whether requests with the same prefix get the same blocks
         from the engine, so that one of them can load it for all."""
         self._service = service
-        self._shape = shape
-        self._space = shape.space
+        self.shape = shape
+        """What both halves agree on."""
+        self.space = shape.space
+        """The key space in use."""
         self._engine_has_old_blocks = False
         self._name = name
         self._tracked: dict[str, Tracked] = {}
@@ -269,16 +271,16 @@ class SchedulerHalf:
             tracked.mixed = tracked.is_counted = False  # preempted: its blocks are gone
         if computed_tokens and self._engine_has_old_blocks:
             tracked.mixed = True
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens = self.shape.chunk_tokens
         usable = len(request.tokens) - 1
         worthwhile = max(1, request.controls.min_load_tokens)
         offered = 0
-        if self._space is None:
+        if self.space is None:
             # Without a key space its chunks have no keys, so nothing of it is held or promised.
             self._move(request.request_id, tracked, RequestEvent.MISS)
             return 0
-        in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
-        may_load = self._shape.loads and request.controls.load and usable - computed_tokens >= worthwhile
+        in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self.shape.groups)
+        may_load = self.shape.loads and request.controls.load and usable - computed_tokens >= worthwhile
         if may_load and in_whole_blocks:
             if self._handovers.is_early(tracked):
                 return None
@@ -310,7 +312,7 @@ class SchedulerHalf:
                 self._count_lookup(request, tracked, usable, computed_tokens)
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
-            offered = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
+            offered = self.shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
         if self._handovers.is_taken(request, tracked):
             self._service.received(self._prompt_keys(request, tracked))
         if offered < worthwhile:
@@ -333,11 +335,11 @@ class SchedulerHalf:
             self._go_on_prefetching(request)
 
     def _go_on_prefetching(self, request: RequestTokens) -> None:
-        if self._space is None or not self._shape.loads:
+        if self.space is None or not self.shape.loads:
             return
         keys, tiers = self._prompt_keys(request, self._track(request)), request.controls.tiers
         holder = self._holder(request.request_id) + _PREFETCH
-        plan = self._service.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True, tiers=tiers)
+        plan = self._service.lookup(keys, holder, shape=self.shape.chunk, wait_for_promotion=True, tiers=tiers)
         if plan.ended is not Ended.PENDING:
             self._end_prefetch(request.request_id)
 
@@ -374,7 +376,7 @@ class SchedulerHalf:
             self.counts.loads_refused += 1
             return
         first, last = tracked.offered_from, tracked.offered_from + external_tokens
-        tables = self._shape.tables
+        tables = self.shape.tables
         ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
         fits = len(blocks) >= len(tables) and min(ends) >= last
         layerwise = tracked.layerwise
@@ -387,7 +389,7 @@ class SchedulerHalf:
                 self._move(request_id, tracked, RequestEvent.LOADED)
             self.counts.loads_refused += 1
             return
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens = self.shape.chunk_tokens
         # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
         block_tokens = max(tables)
         last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens, *ends)
@@ -416,7 +418,7 @@ class SchedulerHalf:
     def sources(self, request_id: str) -> dict[str, int]:
         """How many of the last offered tokens come from each tier: a chunk counts for the slowest tier of its parts."""
         tracked = self._tracked.get(request_id)
-        return {} if tracked is None else tracked.offered_by_tier(self._shape.chunk_tokens)
+        return {} if tracked is None else tracked.offered_by_tier(self.shape.chunk_tokens)
 
     def junction(self, request_id: str) -> int:
         """The boundary, in tokens, up to which other requests have computed this prompt, although the state that a hit
@@ -428,9 +430,9 @@ class SchedulerHalf:
         """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
         tracked = self._tracked.get(request.request_id)
         if self._handovers.tail_to_store(request, tracked, computed_tokens):
-            return self._space is not None
+            return self.space is not None
         wanted = 1 if tracked is None else tracked.stored_chunks + 1
-        if min(computed_tokens, request.keep_tokens) < wanted * self._shape.scheme.chunk_tokens or self._space is None:
+        if min(computed_tokens, request.keep_tokens) < wanted * self.shape.scheme.chunk_tokens or self.space is None:
             return False  # nearly always: this runs for every request in every step
         return (tracked is None or not tracked.mixed) and self._storable_chunks(request, computed_tokens) >= wanted
 
@@ -442,7 +444,7 @@ class SchedulerHalf:
         for request in list(islice(self._prefetched.values(), _MAX_PREFETCHES)):
             self._go_on_prefetching(request)
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
-        space_id = NO_SPACE if self._space is None else self._space.fingerprint
+        space_id = NO_SPACE if self.space is None else self.space.fingerprint
         overwritten = () if self.lazy is None else self.lazy.take()
         plan = StepPlan(
             tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial, overwritten=overwritten
@@ -492,7 +494,7 @@ class SchedulerHalf:
         """
         if (tracked := self._tracked.get(request_id)) is None:
             return
-        first_chunk, per_chunk = first_token // self._shape.chunk_tokens, self._shape.chunk.keys_per_chunk
+        first_chunk, per_chunk = first_token // self.shape.chunk_tokens, self.shape.chunk.keys_per_chunk
         if tracked.first_trial <= judged and first_chunk < tracked.stored_chunks:
             self._service.forget(tracked.chunk_keys[first_chunk * per_chunk : tracked.stored_chunks * per_chunk])
         tracked.store_again()
@@ -507,7 +509,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request_id)
         tokens = 0
         if tracked is not None and not tracked.mixed:
-            tokens = tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
+            tokens = tracked.stored_chunks * self.shape.chunk_tokens + tracked.stored_tail_tokens
         self.counts.handovers_given += tokens > 0
         return tokens
 
@@ -520,7 +522,7 @@ class SchedulerHalf:
     def hinted(self, request_id: str, hinted: HintOutcomes) -> HintOutcomes:
         """What has become of the request's hints, now that its prompt and budget are known. Call this before
         `finished`."""
-        tracked, per_chunk = self._tracked.get(request_id), self._shape.chunk.keys_per_chunk
+        tracked, per_chunk = self._tracked.get(request_id), self.shape.chunk.keys_per_chunk
         retains = any(one.action_type == RetainHint.KIND and one.outcome != "rejected" for one in hinted.outcomes)
         if retains and tracked is not None and tracked.chunk_keys:
             fitting = self._service.retainable(tracked.chunk_keys)
@@ -537,20 +539,10 @@ class SchedulerHalf:
         if tracked is not None and tracked.phase is not Phase.DRAINING:
             self._move(request_id, tracked, RequestEvent.FINISH)
 
-    @property
-    def shape(self) -> ConnectShape:
-        """What both halves agree on."""
-        return self._shape
-
-    @property
-    def space(self) -> KeySpace | None:
-        """The key space in use."""
-        return self._space
-
     def name_weights(self, space: KeySpace) -> None:
         """Set the key space once the engine's weights are known. Nothing was loaded or stored before."""
-        assert self._space is None
-        self._space = space
+        assert self.space is None
+        self.space = space
         for tracked in self._tracked.values():
             self._rename_keys(tracked)
 
@@ -560,7 +552,7 @@ class SchedulerHalf:
         Chunks already held stay under their keys: they are right for engines with the old weights. The KV in the
         engine's own blocks belongs to the old weights and must not be stored under a new key.
         """
-        self._space = space
+        self.space = space
         self._engine_has_old_blocks = True
         self._forget_deferred()
         # A layerwise load cannot be taken back: like a running request, it continues with the KV of the old weights.
@@ -638,8 +630,8 @@ class SchedulerHalf:
     def _track(self, request: RequestTokens) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            root = self._shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
-            keys = KeySequence(self._shape.scheme, root=root, items=request.items)
+            root = self.shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
+            keys = KeySequence(self.shape.scheme, root=root, items=request.items)
             tracked = self._tracked[request.request_id] = Tracked(keys, tenant_tag(request.salt))
         return tracked
 
@@ -649,9 +641,9 @@ class SchedulerHalf:
             tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[hashed:tokens]))
 
     def _keys(self, tracked: Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
-        assert self._space is not None
-        shape = self._shape
-        return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
+        assert self.space is not None
+        shape = self.shape
+        return self.space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
 
     def _prompt_keys(self, request: RequestTokens, tracked: Tracked) -> list[ChunkKey]:
         self._hash_up_to(request, tracked, len(request.tokens))
@@ -663,17 +655,17 @@ class SchedulerHalf:
         return [*tracked.chunk_keys, *self._keys(tracked, [tracked.tail])] if tracked.tail else tracked.chunk_keys
 
     def _rename_keys(self, tracked: Tracked) -> None:
-        tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
+        tracked.chunk_keys = [] if self.space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
-        keys, shape, controls = self._prompt_keys(request, tracked), self._shape.chunk, request.controls
+        keys, shape, controls = self._prompt_keys(request, tracked), self.shape.chunk, request.controls
         own_chunks = tracked.own_chunks  # where stores are deferred, what the engine has itself need not be held
         keys = keys[own_chunks * shape.keys_per_chunk :]
         if not shape.is_plain:  # windows and states are held for whole chunks
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
         if self.costs is not None:
-            stores = self._shape.stores and controls.store
+            stores = self.shape.stores and controls.store
             rule = self._layerwise
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
             costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
@@ -696,10 +688,10 @@ class SchedulerHalf:
         Waiting costs latency where the loads differ: at least half of what this one would load must be in the other,
         and the other may be at most twice as long.
         """
-        wanted = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens
+        wanted = self.shape.loadable(tracked.promised_chunks, usable) - computed_tokens
         if not self._shares_loads or tracked.follows or wanted <= 0:
             return ""
-        chunk_tokens, digests = self._shape.chunk_tokens, tracked.keys.digests
+        chunk_tokens, digests = self.shape.chunk_tokens, tracked.keys.digests
         for request_id, other in self._tracked.items():
             if other.phase is Phase.LOADING and other.offered_tokens <= 2 * wanted:
                 # A chain's digests differ from the first difference on.
@@ -713,7 +705,7 @@ class SchedulerHalf:
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
         """A second lease of the offered chunks, with their places in the pool; None: they are loaded between steps."""
-        rule, shape, chunk_tokens = self._layerwise, self._shape.chunk, self._shape.chunk_tokens
+        rule, shape, chunk_tokens = self._layerwise, self.shape.chunk, self.shape.chunk_tokens
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
         if rule is None or tracked.files:
             return None
@@ -746,18 +738,18 @@ class SchedulerHalf:
                 self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
             self.counts.asked_tokens += max(0, usable - computed_tokens)
-            hit = max(0, min(tracked.promised_chunks * self._shape.chunk_tokens, usable) - computed_tokens)
+            hit = max(0, min(tracked.promised_chunks * self.shape.chunk_tokens, usable) - computed_tokens)
             self.counts.found_tokens += hit
             self.counts.declined_tokens += 0 if tracked.pays else hit
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
-        return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0
+        return min(computed_tokens, request.kept_tokens) // self.shape.chunk_tokens if self.shape.stores else 0
 
     def _store(self, entry: Scheduled) -> StoreStep | None:
         tracked = self._track(request := entry.request)
-        if self._space is None or tracked.mixed:
+        if self.space is None or tracked.mixed:
             return None
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens = self.shape.chunk_tokens
         chunks = self._storable_chunks(request, entry.computed_tokens)
         boundaries = {
             state.boundary
@@ -786,7 +778,7 @@ class SchedulerHalf:
             tracked.tenant,
             tuple(
                 packed(table[: -(-(chunks * chunk_tokens + tail_tokens) // block_tokens)] if block_tokens else ())
-                for table, block_tokens in zip(entry.blocks, self._shape.tables, strict=False)
+                for table, block_tokens in zip(entry.blocks, self.shape.tables, strict=False)
             ),
             states,
             tail_tokens,
@@ -801,7 +793,7 @@ class SchedulerHalf:
         return store
 
     def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens = self.shape.chunk_tokens
         is_tail = boundary + chunk_tokens >= request.kept_tokens
         kind = StateKind.JUNCTION if boundary == tracked.junction else StateKind.TAIL if is_tail else StateKind.STEP
         admitted = self._admission.admits(tracked.keys.digests[boundary // chunk_tokens - 1], kind)
@@ -832,7 +824,7 @@ class QuietSteps:
     """
 
     def __init__(self, shape: ConnectShape) -> None:
-        self._shape = shape
+        self.shape = shape
         self._quiet_tokens = 0
 
     def passes(self, tokens: int) -> bool:
@@ -849,7 +841,7 @@ class QuietSteps:
     def looked_at(self, request: RequestTokens, computed_tokens: int) -> None:
         """A request of that step was examined: after the step it has `computed_tokens`, and the chunks that they
         complete are stored."""
-        if (needed := tokens_to_store(self._shape, request, computed_tokens)) < self._quiet_tokens:
+        if (needed := tokens_to_store(self.shape, request, computed_tokens)) < self._quiet_tokens:
             self._quiet_tokens = needed
 
     def end(self) -> None:

@@ -140,6 +140,8 @@ class _CpuPart:
 class CpuCopier(LayerwiseCopier):
     """A `kv_core.device.DeviceCopier` for one group of layers. Not thread-safe: it has one scratch buffer."""
 
+    is_queued = False
+
     def __init__(
         self,
         layout: PagedLayout,
@@ -214,10 +216,6 @@ class CpuCopier(LayerwiseCopier):
         self._pool_bytes.pop(pool, None)
         for part in self._parts:
             self._words.pop((pool, part.word), None)
-
-    @property
-    def is_queued(self) -> bool:
-        return False
 
     @property
     def stores_behind(self) -> bool:

@@ -12,7 +12,7 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -166,8 +166,8 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
         # For profilers: projected onto the device, a range covers the kernels and copies that this thread enqueues.
-        self._range: Callable[[str], AbstractContextManager[object]] | None = (
-            torch.cuda.nvtx.range if self._device.type == "cuda" else None
+        self._range: Callable[[str], AbstractContextManager[object]] = (
+            torch.cuda.nvtx.range if self._device.type == "cuda" else nullcontext
         )
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
@@ -198,7 +198,7 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
             return
         try:
             with buffers_for_copies():
-                self._pipelines["load"].prepare()
+                self._pipelines["load"].make_ring()
         except CopyFailed as error:
             raise ConfigError(str(error)) from None
 
@@ -339,8 +339,6 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
     def _submit(self, listed: _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent] | None:
         """One event for each step of each plan. None, and nothing has begun: something must be looked at more closely.
         Without steps, only whether that is so."""
-        if self._range is None:
-            return self._list(listed, steps)
         with self._range(f"kv {listed.direction}: {listed.tokens} tokens"):
             return self._list(listed, steps)
 
@@ -400,17 +398,11 @@ class GpuCopier(AttachesPools, LayerwiseCopier):
 
     def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step: the planes that have been moved when it completes."""
-        if self._range is None:
-            return self._enqueue(checked, steps)
-        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
-            return self._enqueue(checked, steps)
-
-    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
         events: list[CopyEvent] = []
         uploaded = -1
         lists: Listing | None = None
-        with self._enqueuing(pipeline):
+        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), self._enqueuing(pipeline):
             for spans in steps:
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
@@ -568,10 +560,6 @@ class _KernelPipeline:
         for _ in range(2):
             self._add_list()
 
-    def prepare(self) -> None:
-        """Allocate the ring's memory, which otherwise happens on first use."""
-        self._make_ring()
-
     def begin(self) -> None:
         """Order everything launched from now on after what the engine has launched."""
         self.kernels.follow_current()
@@ -639,7 +627,7 @@ class _KernelPipeline:
 
     def staged(self, tokens: Listing, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time that lie side by side in the chunk."""
-        ring, plane_bytes = self._make_ring(), self._kernel.plane_bytes
+        ring, plane_bytes = self.make_ring(), self._kernel.plane_bytes
         for first, count in self._pieces(spans):
             turn = self._turn = (self._turn + 1) % _RING_SLOTS
             slot = ring[turn][: count * plane_bytes]
@@ -678,12 +666,13 @@ class _KernelPipeline:
         )
         self._has_launched = True
 
-    def _make_ring(self) -> torch.Tensor:
+    def make_ring(self) -> torch.Tensor:
+        """Its memory is allocated on first use."""
         if self._ring is None:
             nbytes = -(-self._planes_per_slot * self._kernel.plane_bytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
             # This memory's previous user may still be working on it, in its own queue. To have followed that queue when
-            # the copy began does not suffice: a ring may be made ahead of the first copy (`prepare`).
+            # the copy began does not suffice: a ring may be made ahead of the first copy.
             self.kernels.follow_current()
             self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -279,16 +278,18 @@ class HttpThread:
         """Accept no connections until further notice: they wait. Returns when the requests in progress have been
         answered, or after a short time. On any thread but HTTP's own."""
         with suppress(RuntimeError, TimeoutError):  # it has ended, by a bug
-            if self._accepting is not None:
-                self._accepting.pause(is_paused).result(2 * _QUIET_S)
+            if (accepting := self._accepting) is not None:
+                pausing = asyncio.run_coroutine_threadsafe(accepting.pause(is_paused), accepting.loop)
+                pausing.result(2 * _QUIET_S)
 
     def stop(self) -> None:
         """Finish requests in progress, for a short time, and close."""
         if self._server is None or self._relay is None:
             self._listener.close()
             return
-        if self._accepting is not None:
-            self._accepting.close()
+        if (accepting := self._accepting) is not None:
+            with suppress(RuntimeError):  # the loop has ended, by a bug
+                accepting.loop.call_soon_threadsafe(accepting.close)
         self._server.should_exit = True
         self._thread.join(2 * _END_S + 1)
         self._relay.close()
@@ -311,7 +312,7 @@ class HttpThread:
             await self._server.serve(sockets=[])
         finally:
             keeping.cancel()
-            accepting.close_now()
+            accepting.close()
 
 
 class _Server(uvicorn.Server):
@@ -325,10 +326,11 @@ class _Server(uvicorn.Server):
 
 
 class _HttpListener:
-    """Accepts connections from the listener, closes it at the end, and creates a protocol for each that is admitted."""
+    """Accepts connections from the listener, closes it at the end, and creates a protocol for each that is admitted.
+    For the loop's thread."""
 
     def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._listener = listener
         self._config = server.config
         self._state = server.server_state
@@ -338,44 +340,35 @@ class _HttpListener:
         self._is_closed = self._is_paused = False
         self._watch()
 
-    def pause(self, is_paused: bool) -> "Future[None]":
-        """As `HttpThread.pause`, from any thread."""
-        return asyncio.run_coroutine_threadsafe(self._pause(is_paused), self._loop)
-
-    async def _pause(self, is_paused: bool) -> None:
+    async def pause(self, is_paused: bool) -> None:
+        """As `HttpThread.pause`."""
         self._is_paused = is_paused
         if not is_paused or self._is_closed:
             self._watch()
             return
-        self._loop.remove_reader(self._listener)
+        self.loop.remove_reader(self._listener)
         for one in self._room.open:
             one.end_with_next_answer()
-        until_s = self._loop.time() + _QUIET_S
-        while any(one.awaited_since_s is None for one in self._room.open) and self._loop.time() < until_s:
+        until_s = self.loop.time() + _QUIET_S
+        while any(one.awaited_since_s is None for one in self._room.open) and self.loop.time() < until_s:
             await asyncio.sleep(_QUIET_S / 50)
 
     def close(self) -> None:
-        """From any thread."""
-        with suppress(RuntimeError):  # the loop has ended, by a bug
-            self._loop.call_soon_threadsafe(self.close_now)
-
-    def close_now(self) -> None:
-        """On the loop's thread."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.remove_reader(self._listener)
+            self.loop.remove_reader(self._listener)
             self._acceptor.close()
             self._listener.close()
 
     def _watch(self) -> None:
         if not self._is_closed and not self._is_paused:
-            self._loop.add_reader(self._listener, self._accept)
+            self.loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         backoff_s = self._acceptor.accept()
         if backoff_s:
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(backoff_s, self._watch)
+            self.loop.remove_reader(self._listener)
+            self.loop.call_later(backoff_s, self._watch)
 
     def _greet(self, accepted: socket.socket) -> None:
         try:
@@ -391,13 +384,13 @@ class _HttpListener:
             config=self._config,
             server_state=self._state,
             app_state={},
-            _loop=self._loop,
+            _loop=self.loop,
             room=self._room,
             peer=peer,
             is_health_only=is_health_only,
         )
         self._room.open.add(protocol)
-        entering = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, accepted))
+        entering = self.loop.create_task(self.loop.connect_accepted_socket(lambda: protocol, accepted))
         self._entering.add(entering)
         entering.add_done_callback(partial(self._entered, protocol, accepted))
 

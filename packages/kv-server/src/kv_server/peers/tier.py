@@ -26,7 +26,7 @@ from kv_core.log import limited_logger, on_one_line
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 from kv_remote.factories import factory_of
 from kv_remote.host_port import HostPort, read_host_port
-from kv_remote.messages import pack_keys
+from kv_remote.messages import by_length, pack_keys
 from kv_remote.staging import ReaderProcesses, StagedReader, next_place
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
@@ -339,7 +339,7 @@ class PeersTier:
         outcomes: dict[ChunkKey, StoreOutcome] = {}
         write_of = {write.key: write for write in writes}
         try:
-            for keys in _questions(list(write_of), wire.MAX_FETCHED):
+            for keys in by_length(list(write_of), wire.MAX_FETCHED):
                 outcomes |= host.talk(partial(self._store, [write_of[key] for key in keys]), self._chunk_s)
         except (OSError, InputError) as error:
             return self._not_stored(f"{host}: {error}", len(writes))
@@ -362,7 +362,7 @@ class PeersTier:
             for key in keys:
                 self._holders.pop(key, None)
                 _remember(self._hidden, key, None)
-        forgets = [wire.PeerForget(self._namespace, pack_keys(some)) for some in _questions(keys)]
+        forgets = [wire.PeerForget(self._namespace, pack_keys(some)) for some in by_length(keys, wire.MAX_ASKED)]
         if all(self._removed_at_host(forget) for forget in forgets):
             with self._lock:
                 for key in keys:
@@ -491,7 +491,7 @@ class PeersTier:
             self._directory.start()
             return dict(zip(wanted, map(tuple, self._directory.holders(wanted)), strict=True))
         began_s = time.monotonic()
-        questions = _questions(wanted) or [[]]
+        questions = by_length(wanted, wire.MAX_ASKED) or [[]]
 
         def ask(peer: Peer) -> set[ChunkKey]:
             held: set[ChunkKey] = set()
@@ -654,16 +654,6 @@ class PeersTier:
 
 make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")
 """The factory of the tier type `peers`."""
-
-
-def _questions(keys: Sequence[ChunkKey], at_most: int = wire.MAX_ASKED) -> list[list[ChunkKey]]:
-    """The keys of each message. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
-    all, but the keys of a message have one length."""
-    keys_by_length: dict[int, list[ChunkKey]] = {}
-    for key in keys:
-        keys_by_length.setdefault(len(key), []).append(key)
-    groups = keys_by_length.values()
-    return [group[start : start + at_most] for group in groups for start in range(0, len(group), at_most)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:

@@ -16,11 +16,11 @@ import msgspec
 from kv_core.errors import TierDown
 
 from kv_server import wire
-from kv_server.session import OrphanImage, SessionImage
+from kv_server.session import OrphanImage
 from kv_server.succession.image import CacheImage, PoolImage
 from kv_server.wire import Format
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """The version of all that is passed on: these messages, and what is in them."""
 
 _HEADER: Final = struct.Struct("<QI")
@@ -165,7 +165,8 @@ class TakerReady(msgspec.Struct):
 class ClientImage(msgspec.Struct):
     """A client's connection. Descriptors: of the socket, and the pidfd if `has_pidfd`.
 
-    waiting: a request that was being answered. frames: what has arrived of the next. unsent: what has not left.
+    session: its name; empty: it has none. waiting: a request that was being answered. frames: what has arrived of the
+    next. unsent: what has not left.
     """
 
     number: int
@@ -174,7 +175,7 @@ class ClientImage(msgspec.Struct):
     is_greeted: bool
     waiting: wire.Register | wire.Explain | None
     register: wire.Register | None
-    session: SessionImage | None
+    session: str
     token: bytes
     frames: bytes
     unsent: bytes

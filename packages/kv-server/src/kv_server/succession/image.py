@@ -19,7 +19,7 @@ from kv_tiers.pool.directory import slots_least_worth_first
 
 from kv_server.wire import Format
 
-_OF_A_SESSION: Final = re.compile(r"\d+(l|/.*)", re.DOTALL)
+_OF_A_SESSION: Final = re.compile(r"[0-9a-f]{8}\.\d+l?/.*", re.DOTALL)
 """The holders of clients (`kv_server.session`)."""
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_core.clock import Clock
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
@@ -16,13 +15,11 @@ from kv_core.log import limited_logger
 from kv_core.service import CacheService, Ended
 from kv_eviction.shares import Shares
 
+from kv_tiers.cache.extension import CacheParts
 from kv_tiers.cache.hits import find_hit, fitting, needed_count
-from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
-from kv_tiers.cache.leases import Holds
-from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.cache.host import AT_ONCE, TIER
 from kv_tiers.events import events
 from kv_tiers.index.life import BEING_WRITTEN
-from kv_tiers.index.residency import Residency
 from kv_tiers.tier_state import Held
 
 _log = limited_logger(__name__)
@@ -50,26 +47,11 @@ class Administration:
     otherwise.
     """
 
-    def __init__(
-        self,
-        cache: CacheService,
-        host: HostTier,
-        index: Residency,
-        shares: Shares,
-        lower: LowerTiers,
-        *,
-        holds: Holds,
-        clock: Clock,
-    ) -> None:
-        """cache: the cache to which the other arguments belong, for operations that an engine could do as well."""
-        self._cache = cache
-        self._clock = clock
-        self._host = host
-        self._index = index
-        self._shares = shares
-        self._lower = lower
-        self._promotions = lower.promotions
-        self._holds = holds
+    def __init__(self, cache: CacheService, parts: CacheParts) -> None:
+        """cache: to which the parts belong, for operations that an engine could do as well."""
+        self._cache, self._clock = cache, parts.clock
+        self._host, self._index, self._holds, self._lower = parts.host, parts.index, parts.holds, parts.lower
+        self._shares, self._promotions = parts.host.shares, parts.lower.promotions
         self.pinned: dict[str, list[int]] = {}
         """By the pin's name, its slots. Under the lock."""
         self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
@@ -132,10 +114,6 @@ class Administration:
                 else:
                     del self.pinned[name]
                 self._host.unlease(forgotten)
-
-    def unpin_all(self) -> None:
-        """Forget all pins: the cache is being closed, which frees their slots too. Under the lock."""
-        self.pinned.clear()
 
     def warm_up(
         self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0, shape: ChunkShape = PLAIN

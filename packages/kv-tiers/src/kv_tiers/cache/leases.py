@@ -74,12 +74,21 @@ class WriteEntry:
 
 
 @dataclass(slots=True)
-class _Holding:
-    """The numbers of all leases of one holder."""
+class _Owned:
+    """What the holders of one owner have open: numbers by holder, how many these are, and their keys in all."""
 
-    promise: int | None = None
-    reads: set[int] = field(default_factory=set)
-    writes: set[int] = field(default_factory=set)
+    numbers: dict[Holder, set[int]] = field(default_factory=dict)
+    leases: int = 0
+    keys: int = 0
+
+
+def owner_of(holder: Holder) -> str:
+    """What the holder's name has before a slash: a server's holders belong to its sessions."""
+    return holder.partition("/")[0]
+
+
+def _keys_of(lease: ReadEntry | WriteEntry) -> int:
+    return len(lease.chain) if isinstance(lease, WriteEntry) else len(lease.slots)
 
 
 class Leases:
@@ -87,16 +96,17 @@ class Leases:
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._reads: OrderedDict[int, ReadEntry] = OrderedDict()  # by deadline
-        self._lasting: dict[int, ReadEntry] = {}  # and those without one
+        self._reads: dict[int, ReadEntry] = {}
+        self._timed: OrderedDict[int, ReadEntry] = OrderedDict()  # those that expire, by deadline
+        self._promises: dict[Holder, ReadEntry] = {}
         self._writes: dict[int, WriteEntry] = {}
-        self._holdings: dict[Holder, _Holding] = {}
+        self._owned: dict[str, _Owned] = {}
         self._last_number = 0
 
     @property
     def reads_open(self) -> int:
         """Promises and loads."""
-        return len(self._reads) + len(self._lasting)
+        return len(self._reads)
 
     @property
     def writes_open(self) -> int:
@@ -104,39 +114,50 @@ class Leases:
 
     def holders(self) -> set[Holder]:
         """Holders that have any lease."""
-        return set(self._holdings)
+        return {holder for owned in self._owned.values() for holder in owned.numbers}
+
+    def of(self, owner: str) -> list[ReadEntry | WriteEntry]:
+        """All open leases of this owner's holders, in the order in which they began."""
+        owned = self._owned.get(owner)
+        numbers = sorted(number for of_holder in owned.numbers.values() for number in of_holder) if owned else ()
+        return [lease for number in numbers if (lease := self.find(number)) is not None]
+
+    def count(self, owner: str) -> tuple[int, int]:
+        """How many these are, and their keys in all. Needs no lock, like `find`."""
+        owned = self._owned.get(owner)
+        return (0, 0) if owned is None else (owned.leases, owned.keys)
+
+    def find(self, number: int) -> ReadEntry | WriteEntry | None:
+        """None: it is not open (any more)."""
+        return self._reads.get(number) or self._writes.get(number)
 
     def promise(self, holder: Holder, slots: list[int], now_s: float) -> ReadEntry | None:
         """Replace the holder's promise with these slots; returns the previous promise. No slots: no promise."""
-        holding = self._holdings.get(holder)
-        previous = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
+        if (previous := self._promises.get(holder)) is not None:
+            self.close_read(previous.number)
         if slots:
-            self._holding(holder).promise = self._open(holder, slots, "promise", now_s).number
-        elif holding is not None and previous is not None:
-            holding.promise = None
-            self._drop_if_empty(holder, holding)
+            self._add_read(ReadEntry(self._next_number(), holder, slots, "promise", now_s, now_s + self.lease_s))
         return previous
 
     def promise_of(self, holder: Holder) -> ReadEntry | None:
-        holding = self._holdings.get(holder)
-        return None if holding is None or holding.promise is None else self._reads[holding.promise]
+        return self._promises.get(holder)
 
     def renew(self, promise: ReadEntry, now_s: float) -> None:
         """Restart its time."""
         promise.deadline_s = now_s + self.lease_s
-        self._reads.move_to_end(promise.number)
+        self._timed.move_to_end(promise.number)
 
     def open_read(self, holder: Holder, slots: list[int], now_s: float, *, lasting: bool = False) -> ReadEntry:
-        read = self._open(holder, slots, "load", now_s, lasting=lasting)
-        self._holding(holder).reads.add(read.number)
+        deadline_s = math.inf if lasting else now_s + self.lease_s
+        read = ReadEntry(self._next_number(), holder, slots, "load", now_s, deadline_s)
+        self._add_read(read)
         return read
 
     def open_write(
         self, holder: Holder, keys: list[ChunkKey], slots: list[int], chain: list[ChunkKey], now_s: float
     ) -> WriteEntry:
         write = WriteEntry(self._next_number(), holder, keys, slots, chain, now_s)
-        self._writes[write.number] = write
-        self._holding(holder).writes.add(write.number)
+        self._add_write(write)
         return write
 
     def is_writing(self, write: WriteEntry) -> bool:
@@ -145,92 +166,85 @@ class Leases:
 
     def close_read(self, number: int) -> ReadEntry | None:
         """None: it is not open (any more)."""
-        read = self._reads.pop(number, None) or self._lasting.pop(number, None)
+        read = self._reads.pop(number, None)
         if read is not None:
-            holding = self._holdings[read.holder]
-            if holding.promise == number:
-                holding.promise = None
-            holding.reads.discard(number)
-            self._drop_if_empty(read.holder, holding)
+            self._timed.pop(number, None)
+            if read.kind == "promise":
+                del self._promises[read.holder]
+            self._forget(read)
         return read
 
     def close_write(self, number: int) -> WriteEntry | None:
         """None: it is not open (any more)."""
         write = self._writes.pop(number, None)
         if write is not None:
-            holding = self._holdings[write.holder]
-            holding.writes.discard(number)
-            self._drop_if_empty(write.holder, holding)
+            self._forget(write)
         return write
 
     def end(self, holder: Holder) -> tuple[list[ReadEntry], list[WriteEntry]]:
         """End and return all leases of the holder."""
-        holding = self._holdings.pop(holder, None)
-        if holding is None:
-            return [], []
-        promised = () if holding.promise is None else (holding.promise,)
-        numbers = (*promised, *sorted(holding.reads))
-        reads = [(self._lasting if number in self._lasting else self._reads).pop(number) for number in numbers]
-        return reads, [self._writes.pop(number) for number in sorted(holding.writes)]
+        owned = self._owned.get(owner_of(holder))
+        numbers = sorted(owned.numbers.get(holder, ())) if owned else ()
+        reads = [read for number in numbers if (read := self.close_read(number)) is not None]
+        return reads, [write for number in numbers if (write := self.close_write(number)) is not None]
 
     def expire(self, now_s: float) -> Sequence[ReadEntry]:
         """Remove and return the leases that have expired, the oldest first."""
         expired: list[ReadEntry] = []
-        while self._reads:
-            oldest = next(iter(self._reads.values()))
-            if oldest.deadline_s > now_s:
-                break
+        while self._timed and (oldest := next(iter(self._timed.values()))).deadline_s <= now_s:
             self.close_read(oldest.number)
             expired.append(oldest)
         return expired
 
     def entries(self) -> tuple[list[ReadEntry], list[WriteEntry], int]:
         """All that are open, reads in the order of their ends, and the last number."""
-        return [*self._reads.values(), *self._lasting.values()], list(self._writes.values()), self._last_number
+        lasting = [read for number, read in self._reads.items() if number not in self._timed]
+        return [*self._timed.values(), *lasting], list(self._writes.values()), self._last_number
 
     def restore(self, reads: Sequence[ReadEntry], writes: Sequence[WriteEntry], last_number: int) -> None:
         """In a new table: the `entries` of another one."""
         self._last_number = last_number
         for read in reads:
-            (self._lasting if read.deadline_s == math.inf else self._reads)[read.number] = read
-            holding = self._holding(read.holder)
-            if read.kind == "promise":
-                holding.promise = read.number
-            else:
-                holding.reads.add(read.number)
+            self._add_read(read)
         for write in writes:
-            self._writes[write.number] = write
-            self._holding(write.holder).writes.add(write.number)
+            self._add_write(write)
 
     def clear(self) -> list[WriteEntry]:
         """End everything; returns the writes."""
-        writes = list(self._writes.values())
-        self._reads.clear()
-        self._lasting.clear()
-        self._writes.clear()
-        self._holdings.clear()
-        return writes
-
-    def _open(
-        self, holder: Holder, slots: list[int], kind: Literal["promise", "load"], now_s: float, *, lasting: bool = False
-    ) -> ReadEntry:
-        read = ReadEntry(self._next_number(), holder, slots, kind, now_s, math.inf if lasting else now_s + self.lease_s)
-        (self._lasting if lasting else self._reads)[read.number] = read
-        return read
+        return [write for holder in self.holders() for write in self.end(holder)[1]]
 
     def _next_number(self) -> int:
         self._last_number += 1
         return self._last_number
 
-    def _holding(self, holder: Holder) -> _Holding:
-        holding = self._holdings.get(holder)
-        if holding is None:
-            holding = self._holdings[holder] = _Holding()
-        return holding
+    def _add_read(self, read: ReadEntry) -> None:
+        self._reads[read.number] = read
+        if read.deadline_s < math.inf:
+            self._timed[read.number] = read
+        if read.kind == "promise":
+            self._promises[read.holder] = read
+        self._note(read)
 
-    def _drop_if_empty(self, holder: Holder, holding: _Holding) -> None:
-        if holding.promise is None and not holding.reads and not holding.writes:
-            del self._holdings[holder]
+    def _add_write(self, write: WriteEntry) -> None:
+        self._writes[write.number] = write
+        self._note(write)
+
+    def _note(self, opened: ReadEntry | WriteEntry) -> None:
+        owned = self._owned.setdefault(owner_of(opened.holder), _Owned())
+        owned.numbers.setdefault(opened.holder, set()).add(opened.number)
+        owned.leases += 1
+        owned.keys += _keys_of(opened)
+
+    def _forget(self, closed: ReadEntry | WriteEntry) -> None:
+        owned = self._owned[owner := owner_of(closed.holder)]
+        numbers = owned.numbers[closed.holder]
+        numbers.remove(closed.number)
+        owned.leases -= 1
+        owned.keys -= _keys_of(closed)
+        if not numbers:
+            del owned.numbers[closed.holder]
+        if not owned.leases:
+            del self._owned[owner]
 
 
 # Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed, or retained.

@@ -30,7 +30,7 @@ from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.extension import CacheParts, Extension, FindsInFiles
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.host import FROZEN, TIER, CacheTotals, Doubtful, HostTier
-from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry
+from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry, owner_of
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
@@ -103,9 +103,6 @@ class LocalCache:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
-        self.admin = Administration(
-            self, self._host, self._index, shares, self.lower, holds=self.holds, clock=self._clock
-        )
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self._direct = next((extension for extension in extensions if isinstance(extension, FindsInFiles)), None)
@@ -118,6 +115,7 @@ class LocalCache:
             cleared_for_s=self.cleared_for_s,
         )  # fmt: skip
         """For extensions, and for whoever passes the cache on to another process."""
+        self.admin = Administration(self, self.parts)
         self.extensions = self._own_extensions
         for extension in extensions:
             extension.attach(self.parts)
@@ -373,6 +371,14 @@ class LocalCache:
             if self.events.on_requests:
                 self.events.publish(events.HolderEnded(holder))
 
+    def end_all(self, owner: str) -> None:
+        """End all holders of this owner (`kv_tiers.cache.leases.owner_of`)."""
+        with self._lock:
+            holders = self._leases.holders() | self._promotions.waiting()
+        for holder in holders:
+            if owner_of(holder) == owner:
+                self.end(holder)
+
     def changes_since(self, upto: int) -> Changes:
         """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`. Raises
         `MisuseError`: the cache was created without events."""
@@ -448,7 +454,7 @@ class LocalCache:
             self._host.stop()
             for write in self._leases.clear():
                 self._abort(write)
-            self.admin.unpin_all()
+            self.admin.pinned.clear()
             self.holds.clear()
         if not self.lower.close(self._cold.drain_s):
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not returned from a call")

@@ -36,6 +36,7 @@ from kv_core.service import Holder
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import columns_of, fitting, last_boundary, needed_count, whole_prefix
 from kv_tiers.cache.host import TIER, HostTier
+from kv_tiers.cache.leases import owner_of
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
@@ -333,6 +334,8 @@ class PromotionWait:
     awaited: Skipped | None = None
 
 
+MAX_WAITS: Final = 1 << 16
+"""Waits at a time; beyond that, the oldest of the same owner ends."""
 _MAX_LOAD_CHUNKS = 256
 """The most chunks of one load. A lane takes four such loads at a time, and never a load larger than four of them."""
 
@@ -530,9 +533,16 @@ class Promotions:
             for slot in slots:
                 self._source.pop(slot, None)
 
+    def waiting(self) -> set[Holder]:
+        """Holders that wait, or did lately. Under the lock."""
+        return set(self._waits)
+
     def _wait_of(self, holder: Holder, now_s: float) -> PromotionWait:
         wait = self._waits.get(holder)
         if wait is None:
+            if len(self._waits) >= MAX_WAITS:
+                own = (one for one in self._waits if owner_of(one) == owner_of(holder))
+                self.end(next(own, None) or next(iter(self._waits)))
             wait = self._waits[holder] = PromotionWait(Answers(now_s), now_s + self._wait_s)
         return wait
 
