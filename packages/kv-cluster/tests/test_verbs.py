@@ -1,9 +1,11 @@
 """Every verb on four servers that engines use meanwhile: what it says of each is what that server then has."""
 
 import re
+import runpy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +17,11 @@ from kv_cluster.verbs import open_fleet
 from kv_core.keys import keys_in, tenant_tag
 from kv_server.http.thread import REQUEST_S
 from kv_testing.cache_servers import read, report_of, store
-from kv_testing.fleet import FourServers, Load, prompt
+from kv_testing.fleet import TOKEN, FourServers, Load, prompt
 from kv_testing.wait import until
 
 pytestmark = pytest.mark.usefixtures("load")
+ROUTER = Path(__file__).parents[3] / "examples" / "10_route.py"
 
 
 def test_health_says_how_each_is(fleet: FourServers) -> None:
@@ -147,6 +150,16 @@ def test_servers_that_were_all_cleared_read_each_other(fleet: FourServers) -> No
     fleet.texts("clear", "--everything")
 
 
+def assert_no_prompt_goes_there(fleet: FourServers, number: int) -> None:
+    """By the example of a router, although an engine there would be quickest."""
+    servers = [server.url.rstrip("/") for server in fleet.servers]
+    router = runpy.run_path(str(ROUTER))["Router"](dict.fromkeys(servers, TOKEN), dict.fromkeys(servers, ""))
+    router._expected = lambda server, *_: {server: float(server != servers[number])}
+    assert router.choose([1]) == servers[number]
+    router.look_around()
+    assert router.choose([1]) != servers[number]
+
+
 def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load: Load) -> None:
     keys = prompt("leaves", 6)
     store(fleet.caches[3], keys)
@@ -156,6 +169,7 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     assert 3 not in fleet.texts("replicate", "--copies", "2", keys=keys)  # its copy leaves with it
     assert fleet.held(keys)[:3].count(6) == 2
     assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
+    assert_no_prompt_goes_there(fleet, 3)
     other = prompt("comes late", 3)
     store(fleet.caches[0], other)
     status, answer = fleet.run("replicate", "--to", fleet.name(3), keys=other)
