@@ -138,7 +138,7 @@ class Hosts:
 @pytest.mark.parametrize(
     "by",
     [
-        pytest.param("", id="one server"),
+        pytest.param("", id="one server", marks=pytest.mark.long),
         pytest.param("TCP", marks=pytest.mark.long),
         pytest.param("NIXL", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is missing: scripts/setup.sh nixl")),
     ],
