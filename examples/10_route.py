@@ -1,7 +1,9 @@
 """A router for OpenAI-compatible engines: each prompt goes where its first token is expected soonest.
 
 It asks every host's kv-server (POST /route), which knows what is held there, how quickly each of its engines computes
-and loads, and what they still have to compute. vLLM and SGLang turn text into tokens for it (POST /tokenize).
+and loads, and what they still have to compute; the verb `where` of `kv cluster` would say what lies where, and not what
+that saves. With `http: {endpoints: [cluster]}` one server says which hosts are being drained (the verb `health`), and
+these get prompts only if no other can. vLLM and SGLang turn text into tokens for it (POST /tokenize).
 
     python 10_route.py --listen 127.0.0.1:8080 --server http://host-a:9400=token-a --server http://host-b:9400=token-b \
         --engine engine-0=http://host-a:8000 --engine engine-1=http://host-b:8000
@@ -15,12 +17,14 @@ import argparse
 import itertools
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from kv_core import ChainScheme, KeySpace, digests_of, tenant_tag
@@ -32,11 +36,12 @@ CHUNK_TOKENS = 256
 """What a server is asked for first. It says if the chunks of its engines have another number of tokens."""
 AWAY_S = 10.0
 """For how long an engine that did not answer is asked after the others."""
+HEALTH_EVERY_S = 5.0
 
 
-def post(url: str, body: Any, token: str = "") -> Any:
+def post(url: str, body: Any, token: str = "", timeout_s: float = 5) -> Any:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=5) as answer:
+    with urlopen(Request(url, json.dumps(body).encode(), headers), timeout=timeout_s) as answer:
         return json.load(answer)
 
 
@@ -52,6 +57,7 @@ class Router:
         self._chunk_tokens = {server: [CHUNK_TOKENS] for server in servers}  # of the engines there
         self._turns = itertools.cycle(engines)
         self._away_until: dict[str, float] = {}  # of engines that did not answer
+        self.leaving: set[str] = set()  # hosts that are being drained
 
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt")
@@ -83,13 +89,19 @@ class Router:
     def choose(self, tokens: list[int], salt: str | None = None) -> str:
         """The name of the engine. One that nobody has measured yet gets its turn, or it would never be measured."""
         expected: dict[str, float] = {}
+        leaving: set[str] = set()
         for server in self.servers:
             try:
-                expected |= self._expected(server, tokens, salt)
+                of_engines = self._expected(server, tokens, salt)
             except OSError as error:  # a server that is away: its engines take their turn
                 print(f"{server} does not answer: {error}")
+                continue
+            expected |= of_engines
+            if urlsplit(server).hostname in self.leaving:
+                leaving |= of_engines.keys()
         now = time.monotonic()
         here = [name for name in self.engines if self._away_until.get(name, now) <= now] or list(self.engines)
+        here = [name for name in here if name not in leaving] or here
         for engine in itertools.islice(self._turns, len(self.engines)):
             if engine in here and engine not in expected:
                 return engine
@@ -113,6 +125,23 @@ class Router:
                     expected[one["engine"]] = one["ttft_s"]
         self._chunk_tokens[server] = sizes
         return expected
+
+    def look_around(self) -> None:
+        """See which hosts are being drained: the first server that answers asks all."""
+        for server, token in self.servers.items():
+            try:
+                health = post(f"{server}/endpoints/cluster/all/health", {}, token, timeout_s=60)
+            except OSError:  # it is away, or does not serve the verbs
+                continue
+            up = [one for one in health["servers"] if one["done"]]
+            drained = [one["server"] for one in up if any(cache["drain"] for cache in one["facts"]["caches"])]
+            self.leaving = {address.rpartition(":")[0] for address in drained}
+            return
+
+    def watch(self) -> None:
+        while True:
+            self.look_around()
+            time.sleep(HEALTH_EVERY_S)
 
     def listen(self, host: str, port: int) -> ThreadingHTTPServer:
         """A server that is listening; `serve_forever` is the caller's to call."""
@@ -200,7 +229,9 @@ def main() -> None:
     tokens = {url.rstrip("/"): token_in(path) for url, _, path in (one.rpartition("=") for one in args.server)}
     host, _, port = args.listen.rpartition(":")
     engines = {name: url.rstrip("/") for name, _, url in (one.partition("=") for one in args.engine)}
-    Router(tokens, engines).listen(host, int(port)).serve_forever()
+    router = Router(tokens, engines)
+    threading.Thread(target=router.watch, daemon=True).start()
+    router.listen(host, int(port)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import importlib.util
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +16,9 @@ import pytest
 from engines import PROMPTS, Answer, started
 from kv_core.errors import TierDown
 from kv_core.outcome import Absent, Loaded, LoadOutcome
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-from kv_remote.messages import HEADER
+from kv_remote.messages import HEADER, pack_keys
 from kv_remote.nixl import NixlProcess
 from kv_remote.staging import BUFFER_BYTES
 from kv_server import launch
@@ -24,12 +27,14 @@ from kv_server.peers import wire
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.process import ServerProcess, environment, module_command
 from kv_server.wire import Stated, Status
-from kv_testing.cache_servers import join_at, store
+from kv_testing.cache_servers import held, join_at, store
 from kv_testing.peers import PATIENT, FakePeer, is_whole, own_nobody, reads_of
+from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_testing.wait import until
 from kv_tiers.build import build_lane
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import TierContext
 
 pytestmark = [
@@ -236,6 +241,80 @@ def test_a_reader_whose_process_dies_reads_on(ending: ExitStack, tmp_path: Path)
         process._process.kill()
         process._process.wait()
     assert all_loaded(load(tier))
+
+
+def test_a_readers_process_that_hangs_is_a_miss_in_time(ending: ExitStack, tmp_path: Path) -> None:
+    server = holder(ending, tmp_path)
+    tier = tier_at(ending, server.peers, TIMEOUT_S)
+    warm(tier, server)
+    read = NixlProcess.read
+
+    def hanging(process: NixlProcess, metadata: bytes, address: int, nbytes: int, timeout_s: float) -> None:
+        os.kill(process._process.pid, signal.SIGSTOP)
+        read(process, metadata, address, nbytes, timeout_s)
+
+    began_s = time.monotonic()
+    with mock.patch.object(NixlProcess, "read", hanging):
+        assert load(tier, KEYS[:2]) == [Absent(), Absent()]
+    assert time.monotonic() - began_s < LONGEST_S
+    assert tier._staged is not None and tier._staged._processes == 0
+    until(lambda: loads_all(tier), within_s=60)
+    fill(server, key_chain(len(KEYS), branch="others"))
+
+
+def test_readers_that_are_gone_take_nothing_with_them(ending: ExitStack, tmp_path: Path) -> None:
+    """Stopped with all buffers, they leave TCP to others, and no chunk leased; killed, the buffers too."""
+    server = holder(ending, tmp_path)
+    tier = tier_at(ending, server.peers)
+    warm(tier, server)
+    gone = []
+    while not gone or gone[-1][1].metadata:
+        assert len(gone) <= 8
+        sock = socket.create_connection(("127.0.0.1", int(server.peers.rpartition(":")[2])))
+        stream = wire.PeerStream(sock)
+        ending.callback(stream.close)
+        stream.introduce(b"", time.monotonic() + 10)
+        stream.send_message(wire.Fetch(CONTEXT.namespace, pack_keys(KEYS[:1]), staged=True), time.monotonic() + 10)
+        gone.append((stream, stream.answer(wire.Staging, time.monotonic() + 10)))
+    assert tier._staged is not None
+    before = staged_by(server)
+    assert all_loaded(load(tier)) and staged_by(server) == before
+    fill(server, key_chain(len(KEYS), branch="others"))
+    fill(server, KEYS)
+    for stream, _ in gone:
+        stream.close()
+    warm(tier, server)
+
+
+@pytest.mark.skipif(not available(), reason="no network namespaces for us")
+def test_chunks_come_from_one_network_namespace_to_another(ending: ExitStack, tmp_path: Path) -> None:
+    hosts = TwoHosts()
+    ending.callback(hosts.close)
+    tier = {"type": "peers", "hosts": [f"{ADDRESSES[0]}:9500"], "nixl": True, **PATIENT}
+    servers, caches = [], []
+    for host, tiers in enumerate(([], [tier])):
+        (home := tmp_path / str(host)).mkdir(mode=0o700)
+        config = {"host": {"capacity_bytes": len(KEYS) * CONTEXT.slot_bytes}, "tiers": tiers}
+        servers.append(hosts.serve(host, config, home / "s", nixl=True))
+        ending.callback(servers[-1].stop)
+        caches.append(join_at(servers[-1].socket, group_bytes=(CHUNK_BYTES,), timeout_s=30.0))
+        ending.callback(caches[-1].close)
+    turns = count()
+
+    def comes_staged() -> bool:
+        keys = key_chain(2, branch=str(next(turns)))
+        before = staged_by(servers[0])
+        store(caches[0], keys)
+        assert held(caches[1], keys) == 2
+        lease = caches[1].load(keys, "reader")
+        assert isinstance(lease, ReadLease)
+        view = caches[1].pool.view
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            assert view[extent.offset : extent.offset + extent.nbytes] == content(key, CHUNK_BYTES)
+        assert caches[1].release(lease)
+        return staged_by(servers[0]) > before
+
+    until(comes_staged, within_s=60)
 
 
 def test_a_byte_that_is_flipped_in_the_room_is_refused(ending: ExitStack, tmp_path: Path) -> None:

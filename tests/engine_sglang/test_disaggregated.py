@@ -1,17 +1,25 @@
-"""One engine computes prompts, another one goes on with them, in all four pairings of SGLang and vLLM at one server.
+"""One engine computes prompts, another one goes on with them, in all four pairings of SGLang and vLLM, at one server or
+from host to host.
 
 The tokens are those of the second engine without us. SGLang is asked for one token, as a proxy would, and then the
 other engine is asked for all; vLLM is told what a proxy tells it.
 """
 
+import os
+import socket
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
-from kv_server import wire
-from kv_server.connection import ask_server
-from kv_server.process import ServerProcess, launch
+from kv_core.testing import key_chain
+from kv_server import process
+from kv_server.process import ServerProcess
+from kv_testing.cache_servers import held, join_at, report_of, store
+from kv_testing.peers import PATIENT
 from kv_testing.wait import until
 from test_both_engines import PAGE, VLLM, of, run_vllm
 
@@ -20,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside SGLang: scripts/setup.sh vllm"),
 ]
 
+HAS_NIXL = any((VLLM.parents[1] / "lib").glob("python*/site-packages/nixl"))
 BY_SGLANG, BY_VLLM = [0, 2], [1]
 """Prompts by the engine that computes them. The last shares 512 tokens with the others; its tail has 22."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -39,62 +48,137 @@ def prefill_by_sglang(engine: Engine, prompts: list[list[int]], server: ServerPr
 
 
 def chunks_in(server: ServerProcess) -> int:
-    answer = ask_server(server.socket, wire.Status())
-    assert isinstance(answer, wire.Stated)
-    return sum(cache.counts.chunks_resident for cache in answer.report.caches)
+    return sum(cache.counts.chunks_resident for cache in report_of(server.socket).caches)
 
 
 def handed_over(server: ServerProcess) -> int:
     """How many chunks are kept for an engine that decodes."""
-    answer = ask_server(server.socket, wire.Status())
-    assert isinstance(answer, wire.Stated)
-    return sum(cache.handed_over for cache in answer.report.caches)
+    return sum(cache.handed_over for cache in report_of(server.socket).caches)
 
 
-def assert_nothing_is_leased(server: ServerProcess) -> None:
-    answer = ask_server(server.socket, wire.Status())
-    assert isinstance(answer, wire.Stated)
-    for cache in answer.report.caches:
-        assert cache.counts.read_leases == cache.counts.write_leases == cache.handed_over == 0
+def staged_by(server: ServerProcess) -> int:
+    """How many chunks have been put where others read them by NIXL."""
+    peers = report_of(server.socket).peers
+    return peers.staged if peers is not None else 0
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class Hosts:
+    """Where engines have their servers: three, each of which reads from the others as its peers, or one.
+
+    At `first` is the SGLang that computes, at `second` the vLLM that does, and at `third` are those that only decode.
+    """
+
+    def __init__(self, ending: ExitStack, home: Path, by: str) -> None:
+        """by: how chunks go from one to another; empty: there is one."""
+        self._by = by
+        ports = [free_port() for _ in range(3)] if by else [0]
+        is_nixl = by == "NIXL"
+        self._servers = []
+        for number, port in enumerate(ports):
+            config: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}, "cold": {"wait_s": 20.0}}
+            if by:
+                hosts = [f"127.0.0.1:{other}" for other in ports if other != port]
+                config["peers"] = {"listen": f"127.0.0.1:{port}", "unprotected": True, "nixl": is_nixl}
+                config["tiers"] = [{"type": "peers", "hosts": hosts, "nixl": is_nixl, **PATIENT}]
+            # NIXL is in vLLM's environment only: an engine needs none.
+            command = patch.object(process, "module_command", lambda module: [str(VLLM), "-m", module])
+            with command, patch.dict(os.environ, {"UCX_TLS": "tcp"}):
+                # No child of ours: SGLang ends all the children of whoever started it.
+                server = process.launch(config, socket=home / str(number) / "s", detached=True)
+            ending.callback(server.stop)
+            self._servers.append(server)
+        self.first, self.second, self.third = self._servers * (1 if by else 3)
+        self._staged = 0
+
+    def warm(self) -> None:
+        """Have NIXL's processes ready, in the format of the engine that has come: until then chunks come by TCP."""
+        if self._by != "NIXL":
+            return
+        (format_,) = report_of(self.first.socket).caches
+        joined = {"group_bytes": (format_.chunk_bytes,), "timeout_s": 30.0}
+        caches = [join_at(server.socket, format_.fingerprint, **joined) for server in self._servers]
+        cold = [(reader, owner) for reader in range(3) for owner in range(3) if reader != owner]
+        turns = count()
+
+        def is_warm() -> bool:
+            reader, owner = cold[0]
+            keys = key_chain(1, branch=f"warm {next(turns)}")
+            store(caches[owner], keys)
+            before = staged_by(self._servers[owner])
+            assert held(caches[reader], keys) == 1
+            if staged_by(self._servers[owner]) > before:
+                cold.pop(0)
+            for cache in (caches[owner], caches[reader]):
+                cache.forget(keys)  # or the pools fill up
+            return not cold
+
+        until(is_warm, within_s=120)
+        for cache in caches:
+            cache.close()
+        self._staged = sum(map(staged_by, self._servers))
+
+    def assert_moved(self) -> None:
+        """Since the last time, and by what they were to be moved by."""
+        now = sum(map(staged_by, self._servers))
+        assert (now > self._staged) == (self._by == "NIXL")
+        self._staged = now
+
+    def assert_nothing_is_leased(self) -> None:
+        for server in self._servers:
+            until(lambda: not report_of(server.socket).sessions, 30)  # noqa: B023  # it is called at once
+            for cache in report_of(server.socket).caches:
+                assert cache.counts.read_leases == cache.counts.write_leases == cache.handed_over == 0
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param("", id="one server", marks=pytest.mark.long),
+        pytest.param("TCP", marks=pytest.mark.long),
+        pytest.param("NIXL", marks=pytest.mark.skipif(not HAS_NIXL, reason="NIXL is missing: scripts/setup.sh nixl")),
+    ],
+)
 def test_each_goes_on_with_what_the_other_or_its_like_computed(
-    tiny_llama: str, reference: list[Answer], tmp_path: Path
+    tiny_llama: str, reference: list[Answer], tmp_path: Path, by: str
 ) -> None:
     expected, _, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, None)
-    server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "private" / "s", detached=True)
-    cache: dict[str, Any] = {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}}
-    of_vllm = cache | {"chunk_tokens": PAGE, "handover": {"wait_s": 20.0, "hold_s": 600.0}}
-    try:
-        with started(tiny_llama, page=PAGE, cache=cache) as sglang:
-            prefill_by_sglang(sglang, of(PROMPTS, BY_SGLANG), server)
+    with ExitStack() as ending:
+        hosts = Hosts(ending, tmp_path, by)
+
+        def cache_at(server: ServerProcess, **more: Any) -> dict[str, Any]:
+            return {"server": {"socket": str(server.socket)}, "cold": {"wait_s": 10.0}, **more}
+
+        of_vllm = {"chunk_tokens": PAGE, "handover": {"wait_s": 20.0, "hold_s": 600.0}}
+        with started(tiny_llama, page=PAGE, cache=cache_at(hosts.first)) as sglang:
+            hosts.warm()
+            prefill_by_sglang(sglang, of(PROMPTS, BY_SGLANG), hosts.first)
             # SGLang to vLLM; and the same vLLM computes for others.
             params = [DECODE] * len(BY_SGLANG) + [PREFILL] * len(BY_VLLM)
-            tokens, hits, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, of_vllm, params)
+            tokens, hits, _ = run_vllm(tiny_llama, BY_SGLANG + BY_VLLM, cache_at(hosts.second, **of_vllm), params)
             assert tokens == expected
             assert hits == [512, 1023, 512]
+            hosts.assert_moved()
             # vLLM to SGLang, which releases what it will not read: it has the first pages, and computes the tail.
-            assert handed_over(server) > 0
+            assert handed_over(hosts.second) > 0
             assert sglang.ask(of(PROMPTS, BY_VLLM), custom_params=DECODE) == of(reference, BY_VLLM)
-            until(lambda: handed_over(server) == 0, 10)
+            until(lambda: handed_over(hosts.second) == 0, 10)
             assert sglang.ask_in_turn(of(PROMPTS, BY_VLLM)) == of(reference, BY_VLLM)
             assert sglang.hits == [whole_pages(number) for number in BY_VLLM]
+            hosts.assert_moved()
         # vLLM to another vLLM, with the last partial chunk.
         said = [DECODE | {"remote_num_tokens": len(PROMPTS[number])} for number in BY_VLLM]
-        tokens, hits, _ = run_vllm(tiny_llama, BY_VLLM, of_vllm, said)
+        tokens, hits, _ = run_vllm(tiny_llama, BY_VLLM, cache_at(hosts.third, **of_vllm), said)
         assert tokens == expected[len(BY_SGLANG) :]
         assert hits == [len(PROMPTS[number]) - 1 for number in BY_VLLM]
+        hosts.assert_moved()
         # SGLang to another SGLang.
-        with started(tiny_llama, page=PAGE, cache=cache) as another:
+        with started(tiny_llama, page=PAGE, cache=cache_at(hosts.third)) as another:
             assert another.ask_in_turn(of(PROMPTS, BY_SGLANG)) == of(reference, BY_SGLANG)
             assert another.hits == [whole_pages(number) for number in BY_SGLANG]
-        until(lambda: not _sessions(server), 30)
-        assert_nothing_is_leased(server)
-    finally:
-        server.stop()
-
-
-def _sessions(server: ServerProcess) -> int:
-    answer = ask_server(server.socket, wire.Status())
-    assert isinstance(answer, wire.Stated)
-    return len(answer.report.sessions)
+        hosts.assert_moved()
+        hosts.assert_nothing_is_leased()

@@ -1,21 +1,27 @@
 """Every verb on four servers that engines use meanwhile: what it says of each is what that server then has."""
 
 import re
+import runpy
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from kv_cluster import client, verbs
 from kv_cluster.requests import MAX_TIMEOUT_S, REQUESTS
+from kv_cluster.verbs import open_fleet
 from kv_core.keys import keys_in, tenant_tag
 from kv_server.http.thread import REQUEST_S
 from kv_testing.cache_servers import read, report_of, store
-from kv_testing.fleet import FourServers, Load, prompt
+from kv_testing.fleet import TOKEN, FourServers, Load, prompt
 from kv_testing.wait import until
 
 pytestmark = pytest.mark.usefixtures("load")
+ROUTER = Path(__file__).parents[3] / "examples" / "10_route.py"
 
 
 def test_health_says_how_each_is(fleet: FourServers) -> None:
@@ -144,6 +150,16 @@ def test_servers_that_were_all_cleared_read_each_other(fleet: FourServers) -> No
     fleet.texts("clear", "--everything")
 
 
+def assert_no_prompt_goes_there(fleet: FourServers, number: int) -> None:
+    """By the example of a router, although an engine there would be quickest."""
+    servers = [server.url.rstrip("/") for server in fleet.servers]
+    router = runpy.run_path(str(ROUTER))["Router"](dict.fromkeys(servers, TOKEN), dict.fromkeys(servers, ""))
+    router._expected = lambda server, *_: {server: float(server != servers[number])}
+    assert router.choose([1]) == servers[number]
+    router.look_around()
+    assert router.choose([1]) != servers[number]
+
+
 def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load: Load) -> None:
     keys = prompt("leaves", 6)
     store(fleet.caches[3], keys)
@@ -153,6 +169,7 @@ def test_a_drained_server_takes_nothing_until_that_ends(fleet: FourServers, load
     assert 3 not in fleet.texts("replicate", "--copies", "2", keys=keys)  # its copy leaves with it
     assert fleet.held(keys)[:3].count(6) == 2
     assert "; drained: of " in (text := fleet.texts("health")[3]) and "; leaving for " in text
+    assert_no_prompt_goes_there(fleet, 3)
     other = prompt("comes late", 3)
     store(fleet.caches[0], other)
     status, answer = fleet.run("replicate", "--to", fleet.name(3), keys=other)
@@ -209,7 +226,7 @@ def test_any_server_carries_out_every_verb_over_http(fleet: FourServers) -> None
 
 
 def test_a_verb_over_http_ends_before_the_server_gives_its_request_up() -> None:
-    """However many servers hang: each is asked before the verb and after it, and the verb of a drain has two more."""
+    """As many as are asked at a time may hang: before the verb and after it, and the verb of a drain has two more."""
     assert MAX_TIMEOUT_S + 4 * (client.ANSWER_S + verbs._GRACE_S) < REQUEST_S
 
 
@@ -223,6 +240,30 @@ def test_as_many_verbs_at_once_as_leave_room_for_what_they_ask_of_their_own_serv
         if answer.status_code == 200:
             assert [one["done"] for one in answer.json()["servers"]] == [True, True, True, False]
     until(lambda: fleet.run("health")[0] == 0)
+
+
+def test_of_hundreds_of_servers_some_are_queried_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor and a thread. As many as are queried at a time hang, and keep no other from its turn."""
+    for module in (client, verbs):
+        monkeypatch.setattr(module, "ANSWER_S", 0.3)
+    hanging, lock, now = verbs._MEMBERS_AT_ONCE, threading.Lock(), [0]
+    healthy = msgspec.json.encode({"package": "1", "uptime_s": 1.0, "caches": []})
+
+    def exchange(_: client.Client, url: str, path: str, body: object, until_s: float) -> tuple[int, bytes]:
+        with lock:
+            now.append(now[-1] + 1)
+        time.sleep(max(0.0, until_s - time.monotonic()) if int(url[10:13]) < hanging else 0.001)
+        with lock:
+            now.append(now[-1] - 1)
+        if int(url[10:13]) < hanging:
+            raise TimeoutError
+        return 200, healthy
+
+    monkeypatch.setattr(client.Client, "_exchange", exchange)
+    peers = {"type": "peers", "hosts": [f"kv-{number:03}:95" for number in range(300)], "unprotected": True}
+    outcomes = open_fleet([peers], "127.0.0.1:94", "", timeout_s=1.0).health()
+    assert [outcome.done for outcome in outcomes] == [number >= hanging for number in range(300)]
+    assert max(now) == hanging
 
 
 def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:

@@ -157,13 +157,20 @@ def test_where_nixl_is_missing_chunks_come_as_without(ending: ExitStack, caplog:
     assert served_by(server).staged == 0
 
 
-def test_a_renewed_certificate_counts_for_new_connections_to_a_server(ending: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("expired", ["localhost", "elsewhere"])
+def test_an_expired_certificate_counts_no_more_and_a_renewed_one_for_new_connections(
+    ending: ExitStack, tmp_path: Path, expired: str
+) -> None:
+    """The server's, or its client's."""
     authority = Authority(tmp_path / "ours")
-    server = filled(ending, **authority.issue("localhost", valid_h=-0.5))
-    options = authority.issue("elsewhere")
-    with pytest.raises(TierDown, match="certificate has expired"):
+    files, options = (
+        authority.issue(name, valid_h=-0.5 if name == expired else 24) for name in ("localhost", "elsewhere")
+    )
+    server = filled(ending, **files)
+    with pytest.raises(TierDown, match="certificate.has.expired" if expired == "localhost" else None):
         tier_at(ending, port_of(server), **options).holds(KEYS)
-    authority.issue("localhost")
+    assert served_by(server).asked == 0
+    authority.issue(expired)
     assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
 
 

@@ -67,9 +67,9 @@ class TwoHosts:
             self.close()
             raise
 
-    def serve(self, host: int, config: Mapping[str, object], socket: Path) -> ServerProcess:
+    def serve(self, host: int, config: Mapping[str, object], socket: Path, *, nixl: bool = False) -> ServerProcess:
         """A server of this host, that peers may ask at port 9500. The namespace is no protection, nor is anything."""
-        peers = {"listen": f"{ADDRESSES[host]}:9500", "unprotected": True}
+        peers = {"listen": f"{ADDRESSES[host]}:9500", "unprotected": True, "nixl": nixl}
         python = socket.with_suffix(".python")
         python.write_text(f'#!/bin/sh\nexec {shlex.join(self._at(host))} {shlex.quote(sys.executable)} "$@"\n')
         python.chmod(0o700)

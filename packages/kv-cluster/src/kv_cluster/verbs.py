@@ -14,9 +14,10 @@ import re
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -30,6 +31,8 @@ from kv_cluster.members import Finder, Member, Reach
 
 T = TypeVar("T")
 
+_MEMBERS_AT_ONCE: Final = 64
+"""Members that a verb queries at a time: each takes a descriptor and a thread."""
 _POLL_S: Final = 0.1
 _SETTLE_S: Final = 15.0
 """How long a target may make no progress: the directory may not list the chunks there yet."""
@@ -503,27 +506,35 @@ def _tls(ca_file: str) -> ssl.SSLContext:
 
 
 def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s: float) -> "dict[Member, T | NotDone]":
-    """The outcomes of `work`, on a thread each. One that does not end in time is left to itself: it is a daemon."""
+    """The outcomes of `work`, on a thread for each of the members under way. Once it has begun for no other within
+    `timeout_s`, those still under way are left to themselves: their threads are daemons, and begin no other."""
+    waiting = deque(members)
     done: queue.SimpleQueue[tuple[Member, T | NotDone]] = queue.SimpleQueue()
-
-    def run(member: Member) -> None:
-        try:
-            done.put((member, work(member)))
-        except NotDone as why:
-            done.put((member, why))
-        except Exception as error:  # noqa: BLE001  # the others' outcomes are shown whatever this is
-            done.put((member, NotDone(f"a bug: {shown(repr(error))}")))
-
-    for member in members:
-        threading.Thread(target=partial(run, member), name="kv-cluster", daemon=True).start()
-    outcomes: dict[Member, T | NotDone] = {}
     until_s = time.monotonic() + timeout_s
+
+    def run() -> None:
+        nonlocal until_s
+        while True:
+            try:
+                member = waiting.popleft()
+            except IndexError:
+                return
+            until_s = time.monotonic() + timeout_s
+            try:
+                done.put((member, work(member)))
+            except NotDone as why:
+                done.put((member, why))
+            except Exception as error:  # noqa: BLE001  # the others' outcomes are shown whatever this is
+                done.put((member, NotDone(f"a bug: {shown(repr(error))}")))
+
+    for _ in range(min(_MEMBERS_AT_ONCE, len(members))):
+        threading.Thread(target=run, name="kv-cluster", daemon=True).start()
+    outcomes: dict[Member, T | NotDone] = {}
     while len(outcomes) < len(members) and (left_s := until_s - time.monotonic()) > 0:
-        try:
+        with suppress(queue.Empty):
             member, outcome = done.get(timeout=left_s)
-        except queue.Empty:
-            break
-        outcomes[member] = outcome
+            outcomes[member] = outcome
+    waiting.clear()
     late = NotDone(f"not done within {timeout_s:g} s; what has become of it is not known: run it again")
     return {member: outcomes.get(member, late) for member in members}
 

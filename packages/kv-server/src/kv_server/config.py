@@ -20,6 +20,8 @@ from kv_server.programs import check_programs
 _MAX_PATH_BYTES: Final = 107
 """The longest path that the kernel accepts for a socket."""
 _HTTP_DESCRIPTORS: Final = 96
+_ENDPOINTS_DESCRIPTORS: Final = 256
+"""What four verbs of kv-cluster take at once, a socket for each of 64 servers."""
 _OTHER_DESCRIPTORS: Final = 128
 
 
@@ -42,10 +44,12 @@ class ServerConfig(ServerSettings, msgspec.Struct, frozen=True, forbid_unknown_f
     peers: PeersConfig = PeersConfig()
 
     def descriptors(self) -> int:
-        """How many it may have open with all its clients: a socket and a pidfd each, a socket for each peer, HTTP's,
-        and some for the tiers."""
+        """How many it may have open with all its clients: a socket and a pidfd each, a socket for each peer, HTTP's and
+        its endpoints', and some for the tiers."""
         peers = self.peers.max_connections if self.peers.listen else 0
-        return 2 * self.max_sessions + peers + (_HTTP_DESCRIPTORS if self.http.listen else 0) + _OTHER_DESCRIPTORS
+        http = _HTTP_DESCRIPTORS if self.http.listen else 0
+        http += _ENDPOINTS_DESCRIPTORS if self.http.listen and self.http.endpoints else 0
+        return 2 * self.max_sessions + peers + http + _OTHER_DESCRIPTORS
 
     def socket_path(self) -> Path:
         return Path(self.socket) if self.socket else default_socket(self.name)
