@@ -185,6 +185,7 @@ class Filler:
         yield self._pass(entries)
         for segment, entry in zip(segments, entries, strict=True):
             self._store(self._keys(step, segment), entry, len(context), holder)
+        yield Together(b"stored")  # where several ranks have the same shard, one of them stores it for all
 
     def _store(self, keys: Sequence[ChunkKey], entry: BatchEntry, context: int, holder: str) -> None:
         """Store the chunks of a segment; what the pool has no room for is not stored."""
