@@ -246,12 +246,15 @@ def test_what_is_placed_is_what_the_model_computes_further_on(
 
 
 @pytest.mark.slow
-def test_two_ranks_each_with_its_shard(tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", ["tp_size", pytest.param("pp_size", marks=pytest.mark.long)])
+def test_two_ranks_each_with_its_shard(
+    apart: str, tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path
+) -> None:
     switch = tmp_path / "loses"
     faults = {"lose_segments_on_the_second_rank": [str(switch)]}
     prompts = [FIRST, SECOND, Prompt((3, 2, 1))]
-    apart = {"tp_size": 2, "environ": ON_A_CORE_EACH}
-    with started(tiny_llama, cache=cache(), blends=True, faults=faults, **apart) as engine:
+    two: dict[str, Any] = {apart: 2, "environ": ON_A_CORE_EACH}
+    with started(tiny_llama, cache=cache(), blends=True, faults=faults, **two) as engine:
         assert blend(engine, prompts, share=1.0)[0] == [exact[prompt] for prompt in prompts]
         blend(engine, [FIRST], share=0.0)
         engine.flush()
