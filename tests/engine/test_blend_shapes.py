@@ -12,7 +12,7 @@ from engines import NEW_TOKENS, Answer, started
 from kv_blend import edited, request_fields
 from kv_blend.plan import Moved
 from kv_blend.vllm.filling import Filler
-from kv_blend.vllm.forward import BatchEntry
+from kv_blend.vllm.forward import BatchEntry, keys_of_heads
 from kv_blend.vllm.scheduler import BlendScheduler, BlendStep, SegmentStep
 from kv_blend.vllm.worker import BlendWorker
 from kv_server.process import launch
@@ -219,6 +219,13 @@ def test_of_latents_the_rotated_part_is_moved(tiny_deepseek: str, monkeypatch: p
             further = rows_of(filler, filler._forward.slots(blocks, len(SYSTEM), len(tokens)))
             for ours, engines_ in zip(rows, further, strict=True):
                 torch.testing.assert_close(ours, engines_, rtol=1e-3, atol=1e-3)
+        # What the question is compared with are the keys that vLLM's decoding absorbs in its queries.
+        layer: Any = next(iter(filler._layers.values()))
+        query = torch.randn(layer.num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim)
+        unrotated, rotated = query.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
+        absorbed = torch.cat((torch.bmm(unrotated[:, None], layer.W_UK_T)[:, 0], rotated), -1)
+        scores = torch.einsum("hd,thd->th", query, keys_of_heads(layer, rows[0][:, None]))
+        torch.testing.assert_close(scores, rows[0] @ absorbed.T, rtol=1e-3, atol=1e-3)
         engine.assert_at_rest()
 
 
