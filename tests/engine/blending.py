@@ -70,9 +70,9 @@ class Blending(Engine):
         return [tuple(output.outputs[0].token_ids) for output in outputs], self.reports
 
 
-def exact_answers(model: str) -> dict[Prompt, Answer]:
+def exact_answers(model: str, **arguments: Any) -> dict[Prompt, Answer]:
     """What an engine without us answers."""
-    with started(model, cache=None) as plain:
+    with started(model, cache=None, **arguments) as plain:
         return dict(zip(EXACT, plain.ask([prompt.tokens for prompt in EXACT]), strict=True))
 
 

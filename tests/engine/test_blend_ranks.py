@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from blending import CACHE, Blending, exact_answers
@@ -18,7 +19,7 @@ def exact(tiny_llama: str) -> dict[Prompt, Answer]:
 
 
 @contextmanager
-def two_ranks(model: str) -> Iterator[Blending]:
+def two_ranks(model: str, **arguments: Any) -> Iterator[Blending]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         with started(
@@ -30,6 +31,7 @@ def two_ranks(model: str) -> Iterator[Blending]:
             distributed_executor_backend="mp",
             enable_prefix_caching=True,
             worker_extension_cls="one_rank.OneRank",
+            **arguments,
         ) as inner:
             yield Blending(inner.llm)
 
@@ -62,3 +64,18 @@ def test_two_ranks_blend_and_go_on_whatever_one_of_them_does(tiny_llama: str, ex
         assert engine.blend([Prompt((1,)), Prompt((3, 2, 1))]) == [exact[Prompt((1,))], exact[Prompt((3, 2, 1))]]
         assert all("computed whole" in report["refused"] for report in engine.reports)
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+
+
+@pytest.mark.long
+def test_latents_that_both_ranks_have_are_reused_as_soon_as_one_has_stored_them(tiny_deepseek: str) -> None:
+    reference = {"attention_config": {"backend": "CPU_MLA"}}
+    exact = exact_answers(tiny_deepseek, **reference)
+    with two_ranks(tiny_deepseek, **reference) as engine:
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
+        engine.blend([SECOND], **SELECTIONS["question"])
+        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 157}]
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.inside_all("kv_stores_slowly")
+        computed, reused = (engine.blend([SECOND], share=0.0, tenant="new") for _ in range(2))
+        assert computed == reused != [exact[SECOND]]

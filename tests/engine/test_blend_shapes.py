@@ -9,11 +9,14 @@ import pytest
 import torch
 from blending import CACHE, Blending, exact_answers, interleave
 from engines import NEW_TOKENS, Answer, started
-from kv_blend import request_fields
-from kv_blend.vllm.scheduler import BlendScheduler
+from kv_blend import edited, request_fields
+from kv_blend.plan import Moved
+from kv_blend.vllm.filling import Filler
+from kv_blend.vllm.forward import BatchEntry, keys_of_heads
+from kv_blend.vllm.scheduler import BlendScheduler, BlendStep, SegmentStep
 from kv_blend.vllm.worker import BlendWorker
 from kv_server.process import launch
-from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SELECTIONS, Prompt
+from kv_testing.documents import BEFORE, DOCUMENTS, FIRST, SECOND, SELECTIONS, SYSTEM, Prompt
 from kv_testing.interleavings import live_through
 from kv_testing.tiny import TinyLlama
 
@@ -174,6 +177,56 @@ def test_windows_and_chunked_attention_without_vllms_hybrid_manager(
         engine = Blending(inner.llm)
         assert engine.blend([SECOND]) == [exact[SECOND]]
         assert "start it with --disable-hybrid-kv-cache-manager" in engine.reports[0]["refused"]
+
+
+@pytest.mark.slow
+def test_of_latents_the_rotated_part_is_moved(tiny_deepseek: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what the engine computes where positions are as far on as the segment was moved."""
+    placed, place = [], Filler._place
+
+    def kept(self: Filler, step: BlendStep, segment: SegmentStep, lease: Any) -> Any:
+        moved = place(self, step, segment, lease)
+        assert self._forward is not None
+        placed.append((self, segment.place, rows_of(self, self._forward.slots(step.blocks, *span(segment.place)))))
+        return moved
+
+    def span(place: Moved) -> tuple[int, int]:
+        return place.first, place.end
+
+    def rows_of(filler: Filler, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.view(-1, tensor.shape[-1])[slots].clone() for tensor in filler._group.tensors]
+
+    reference = {"attention_config": {"backend": "CPU_MLA"}}
+    exact = exact_answers(tiny_deepseek, **reference)
+    with started(tiny_deepseek, cache=CACHE, connector="KVBlendConnector", **reference) as inner:
+        engine = Blending(inner.llm)
+        for selection in SELECTIONS.values():
+            assert engine.blend([FIRST, SECOND], share=1.0, **selection) == [exact[FIRST], exact[SECOND]]
+        assert engine.blend([Prompt((1,))], share=0.0) == [exact[Prompt((1,))]]
+        assert engine.blend([SECOND], **SELECTIONS["question"]) != [exact[SECOND]]
+        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 157}]
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.ask([BEFORE.tokens])
+        everything = request_fields(**edited(BEFORE.tokens, SECOND.tokens), share=1.0)
+        assert engine.blend([SECOND], fields=everything) == [exact[SECOND]]
+        monkeypatch.setattr(Filler, "_place", kept)
+        engine.blend([SECOND], share=0.0)
+        assert len(placed) == 4
+        for (filler, place_, rows), at in zip(placed, SECOND.order, strict=True):
+            tokens, blocks = [*SYSTEM, *DOCUMENTS[at]], range(1, 64)
+            assert filler._forward is not None
+            filler._forward.compute([BatchEntry(blocks, tokens, 0, place_.distance)])
+            further = rows_of(filler, filler._forward.slots(blocks, len(SYSTEM), len(tokens)))
+            for ours, engines_ in zip(rows, further, strict=True):
+                torch.testing.assert_close(ours, engines_, rtol=1e-3, atol=1e-3)
+        # What the question is compared with are the keys that vLLM's decoding absorbs in its queries.
+        layer: Any = next(iter(filler._layers.values()))
+        query = torch.randn(layer.num_heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim)
+        unrotated, rotated = query.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
+        absorbed = torch.cat((torch.bmm(unrotated[:, None], layer.W_UK_T)[:, 0], rotated), -1)
+        scores = torch.einsum("hd,thd->th", query, keys_of_heads(layer, rows[0][:, None]))
+        torch.testing.assert_close(scores, rows[0] @ absorbed.T, rtol=1e-3, atol=1e-3)
+        engine.assert_at_rest()
 
 
 ROTATIONS: dict[str, dict[str, object]] = {

@@ -19,6 +19,8 @@ from PIL import Image
 
 PAGE = 16
 NEW_TOKENS = 8
+ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Two ranks."""
 SHARED = [3 + (7919 * i) % 2000 for i in range(1024)]
 PROMPTS = [
     SHARED[:512] + [11 + i for i in range(90)],

@@ -1,6 +1,7 @@
 """What tests have go wrong, or leave out, inside an engine: called in the process that the engine's are forked from."""
 
 import functools
+import os
 import shutil
 from typing import Any
 
@@ -86,6 +87,20 @@ def lose_segments(every: int) -> None:
 
     def lost(self: Any, source: Any, firsts: Any, slots: Any) -> bool:
         return next(calls) % every != 0 and place(self, source, firsts, slots)
+
+    SegmentPages._place = lost  # type: ignore[method-assign]
+
+
+def lose_segments_on_the_second_rank(switch: str) -> None:
+    """While this file is there."""
+    import torch
+    from kv_blend.sglang.storage import SegmentPages
+
+    place = SegmentPages._place
+
+    def lost(self: Any, source: Any, firsts: Any, slots: Any) -> bool:
+        is_lost = torch.distributed.get_rank() == 1 and os.path.exists(switch)
+        return not is_lost and place(self, source, firsts, slots)
 
     SegmentPages._place = lost  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PAGE, Answer, Engine, corrupt, started
+from engines import ON_A_CORE_EACH, PAGE, Answer, Engine, corrupt, started
 from kv_blend import edited, request_fields
 from kv_server.process import launch
 from kv_testing import interleavings
@@ -243,6 +243,34 @@ def test_what_is_placed_is_what_the_model_computes_further_on(
                     for part, right in enumerate((keys, values)):
                         expected = right[:, row : row + PAGE].transpose(0, 1)
                         torch.testing.assert_close(page[part, layer], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", ["tp_size", pytest.param("pp_size", marks=pytest.mark.long)])
+def test_two_ranks_each_with_its_shard(
+    apart: str, tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path
+) -> None:
+    switch = tmp_path / "loses"
+    faults = {"lose_segments_on_the_second_rank": [str(switch)]}
+    prompts = [FIRST, SECOND, Prompt((3, 2, 1))]
+    two: dict[str, Any] = {apart: 2, "environ": ON_A_CORE_EACH}
+    with started(tiny_llama, cache=cache(), blends=True, faults=faults, **two) as engine:
+        assert blend(engine, prompts, share=1.0)[0] == [exact[prompt] for prompt in prompts]
+        blend(engine, [FIRST], share=0.0)
+        engine.flush()
+        answers, (report, _) = blend(engine, [SECOND, Prompt((1,))], share=0.0)
+        assert answers[0] != exact[SECOND] and answers[1] == exact[Prompt((1,))]
+        assert report["held_tokens"] == aligned_tokens(SECOND)
+        engine.flush()
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.ask([BEFORE.tokens])
+        everything = request_fields(**edited(BEFORE.tokens, SECOND.tokens), share=1.0, engine="sglang")
+        assert engine.blend([SECOND.tokens], [everything])[0] == [exact[SECOND]]
+        # Nobody reads what one of them has lost.
+        engine.flush()
+        switch.touch()
+        answers, (report,) = blend(engine, [SECOND], share=0.0)
+        assert (answers, report["recomputed_tokens"]) == ([exact[SECOND]], 1171)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, started
+from engines import COLD_HITS, ON_A_CORE_EACH, PROMPTS, WARM_HITS, Answer, started
 from kv_testing.spelling import some_text, with_words
 from kv_testing.tiny import TinyLlama
-
-ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def over(directory: Path, codec: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
-from engines import NEW_TOKENS, PAGE, PROMPTS, Answer, started
+from engines import NEW_TOKENS, ON_A_CORE_EACH, PAGE, PROMPTS, Answer, started
 from kv_server import wire
 from kv_server.connection import ask_server
 from kv_server.process import ServerProcess, launch
@@ -35,7 +35,6 @@ FLAGS = [
     *("--mem-fraction-static=0.5", f"--page-size={PAGE}", "--chunked-prefill-size=64", "--log-level=warning"),
     "--disaggregation-transfer-backend=kv",
 ]
-ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 _ROOMS = itertools.count(1)
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
+from engines import COLD_HITS, ON_A_CORE_EACH, PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_server.process import launch
 from kv_tiers import HostPool
 from one_engine import OneEngine
@@ -61,7 +61,7 @@ def test_what_hicache_stored_the_linker_finds_and_the_reverse(
 
 @pytest.mark.slow
 def test_two_ranks_and_a_server_that_dies(tiny_llama: str, tmp_path: Path) -> None:
-    apart = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    apart = {"tp_size": 2, "environ": ON_A_CORE_EACH}
     with started(tiny_llama, **apart) as plain:
         expected = plain.ask_in_turn(PROMPTS)
     socket = tmp_path / "private" / "s"

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter
-from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
+from engines import COLD_HITS, ON_A_CORE_EACH, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_server.process import launch
 from kv_testing.tiny import TinyLlama
 from kv_tiers import HostPool
 from one_engine import OneEngine
 
 POOL = f"sglang-test-{os.getpid()}"
-ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """Of two processes of an engine."""
 
 

@@ -26,12 +26,13 @@ def rotated(keys: torch.Tensor, positions: torch.Tensor, pairing: str, frequenci
 @given(
     pairing=st.sampled_from(["halves", "neighbours"]),
     planes=st.integers(1, DIM // 2),
+    begin=st.sampled_from([0, 5]),
     position=st.integers(0, 200_000),
     distance=st.integers(-200_000, 200_000),
     seed=st.integers(0, 1000),
 )
 def test_moving_is_rotating_for_the_new_position(
-    pairing: Pairing, planes: int, position: int, distance: int, seed: int
+    pairing: Pairing, planes: int, begin: int, position: int, distance: int, seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randn(5, HEADS, DIM, generator=draw)
@@ -39,9 +40,11 @@ def test_moving_is_rotating_for_the_new_position(
     positions = position + torch.arange(5)
     here = rotated(keys, positions, pairing, frequencies).float()
     there = rotated(keys, positions + distance, pairing, frequencies)
-    moved = Rotation(pairing, frequencies).moved(here, distance)
+    unrotated = torch.randn(5, HEADS, begin, generator=draw)
+    moved = Rotation(pairing, frequencies).moved(torch.cat((unrotated, here), -1), distance, begin)
     assert moved.dtype == torch.float32
-    torch.testing.assert_close(moved.double(), there, atol=1e-5, rtol=0)
+    assert torch.equal(moved[..., :begin], unrotated)
+    torch.testing.assert_close(moved[..., begin:].double(), there, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])

@@ -31,19 +31,19 @@ class Rotation:
     pairing: Pairing
     frequencies: torch.Tensor
 
-    def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        """keys: [tokens, heads, head_dim], rotated dimensions first. distance: by how many positions all of them move.
-        The result has the keys' dtype."""
+    def moved(self, keys: torch.Tensor, distance: int, begin: int = 0) -> torch.Tensor:
+        """keys: [tokens, heads, head_dim]. distance: by how many positions all of them move. begin: the first rotated
+        dimension. The result has the keys' dtype."""
         if self.pairing == "none" or not distance:
             return keys
         angles = distance * self.frequencies.to(torch.float64)  # in float32 a long distance would lose digits
         cosine, sine = angles.cos().float(), angles.sin().float()
-        rotated = 2 * self.frequencies.numel()
-        planes = keys[..., :rotated].float()
+        end = begin + 2 * self.frequencies.numel()
+        planes = keys[..., begin:end].float()
         first, second = planes.chunk(2, -1) if self.pairing == "halves" else (planes[..., ::2], planes[..., 1::2])
         turned = (first * cosine - second * sine, first * sine + second * cosine)
         joined = torch.cat(turned, -1) if self.pairing == "halves" else torch.stack(turned, -1).flatten(-2)
-        return torch.cat((joined.to(keys.dtype), keys[..., rotated:]), -1)
+        return torch.cat((keys[..., :begin], joined.to(keys.dtype), keys[..., end:]), -1)
 
 
 UNROTATED = Rotation("none", torch.empty(0))

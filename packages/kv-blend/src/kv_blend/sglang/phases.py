@@ -201,7 +201,7 @@ class Phases:
         args, model = self._args, self._model
         engine = {
             "it was not started with the arguments of `python -m kv_blend.sglang flags`": not blends(args),
-            "it has pipeline stages or replicas": args.pp_size > 1 or args.dp_size > 1,
+            "it has replicas": args.dp_size > 1,
             "it guesses tokens (speculative decoding)": bool(args.speculative_algorithm),
             "it serves LoRA adapters": bool(args.enable_lora),
             "it prefills for another engine, or decodes": args.disaggregation_mode != "null",

@@ -60,7 +60,7 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
         or parallel.decode_context_parallel_size > 1,
         "it guesses tokens (speculative decoding)": vllm_config.speculative_config is not None,
         "it serves LoRA adapters": vllm_config.lora_config is not None,
-        "its model has latent attention (MLA)": model.use_mla,
+        "its model has sparse attention": hasattr(model.hf_text_config, "index_topk"),
         "its model's positions have several dimensions (M-RoPE)": model.uses_mrope,
         "not all layers of its model keep the whole prefix (for sliding windows and chunked attention start it with "
         "--disable-hybrid-kv-cache-manager)": [str(group.coverage) for group in facts.groups] != ["all"],

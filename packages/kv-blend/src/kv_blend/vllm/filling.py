@@ -22,7 +22,7 @@ from kv_cuda.canary import LayerGroup
 
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
 from kv_blend.selection import Selection, attention_of
-from kv_blend.vllm.forward import BatchEntry, EngineForward, attended
+from kv_blend.vllm.forward import BatchEntry, EngineForward, attended, keys_of_heads, latent_dims_of
 from kv_blend.vllm.scheduler import BlendStep, Limits, SegmentStep
 from kv_blend.vllm.worker import CannotBlendError, Filling, Ranks, Together
 
@@ -39,6 +39,7 @@ class Filler:
         self._layers = dict(layers)
         self._limits = limits
         self._ranks = ranks
+        self._latent_dims = latent_dims_of(next(iter(self._layers.values())))
         self._block_tokens = group.table_tokens or group.block_tokens
         self._forward: EngineForward | None = None
         self._rotations: list[Rotation] = []
@@ -108,7 +109,7 @@ class Filler:
             )
         tokens = (list(step.tokens) * PROBE_TOKENS)[:PROBE_TOKENS]
         distance = min(DISTANCE, self._limits.max_position - PROBE_TOKENS)
-        head_dim = self._group.row_shape[1]
+        head_dim = self._group.row_shape[1] - self._latent_dims
 
         try:
             forward = EngineForward(self._block_tokens)
@@ -184,6 +185,7 @@ class Filler:
         yield self._pass(entries)
         for segment, entry in zip(segments, entries, strict=True):
             self._store(self._keys(step, segment), entry, len(context), holder)
+        yield Together(b"stored")  # where several ranks have the same shard, one of them stores it for all
 
     def _store(self, keys: Sequence[ChunkKey], entry: BatchEntry, context: int, holder: str) -> None:
         """Store the chunks of a segment; what the pool has no room for is not stored."""
@@ -212,12 +214,13 @@ class Filler:
         cache.commit(lease)
 
     def _place(self, step: BlendStep, segment: SegmentStep, lease: ReadLease) -> list[torch.Tensor]:
-        """Write a segment's KV to its place in the request. Returns the moved keys of the layers whose attention
-        selects, [tokens, heads, head_dim] each, from the first token that the engine lacks."""
+        """Write a segment's KV to its place in the request. Returns the moved keys or latents of the layers whose
+        attention selects, [tokens, heads, head_dim] each, from the first token that the engine lacks."""
         cache, facts = self._engine.cache, self._engine.facts
         assert cache is not None and facts is not None and self._forward is not None
         heads, head_dim = self._group.row_shape
-        shape = (2, len(self._layers), facts.chunk_tokens, heads, head_dim)
+        parts = ("kv",) if self._latent_dims else ("k", "v")
+        shape = (len(parts), len(self._layers), facts.chunk_tokens, heads, head_dim)
         place = segment.place
         begin = max(place.first, step.computed)
         first_row = place.source % facts.chunk_tokens + begin - place.first
@@ -231,11 +234,12 @@ class Filler:
         selecting = []
         assert self._group.update is not None  # it proved the canonical format, which blending needs
         for number, rotation in enumerate(self._rotations):
-            keys, values = (
-                torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)
+            keys, *values = (
+                torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device)
+                for part in range(len(parts))
             )
-            moved = rotation.moved(keys, place.distance)
-            self._group.update(number, {"k": moved, "v": values}, slots)
+            moved = rotation.moved(keys, place.distance, self._latent_dims)
+            self._group.update(number, dict(zip(parts, (moved, *values), strict=True)), slots)
             if number in self._selecting:
                 selecting.append(moved)
         return selecting
@@ -271,7 +275,7 @@ class Filler:
         moved = list(compress(keys, approximate))
         total = torch.zeros(len(tokens))
         for number, (name, layer) in enumerate(layers.items()):
-            its, impl = torch.cat([each[number] for each in moved]), cast(Any, layer.impl)
+            its, impl = keys_of_heads(layer, torch.cat([each[number] for each in moved])), cast(Any, layer.impl)
             total += attention_of(found[name][0], its, impl.scale).cpu()
         yield Together(b"add attention", lambda: self._ranks.add(total))  # each rank has its own heads
         attention[tokens] = total

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from kv_connect.interface import observe
@@ -132,15 +132,31 @@ class EngineForward:
             )
 
 
+def latent_dims_of(layer: torch.nn.Module) -> int:
+    """How many dimensions of an attention layer's latents are not rotated; 0: it has ordinary keys."""
+    return int(getattr(layer, "kv_lora_rank", 0))
+
+
+def keys_of_heads(layer: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The heads' keys in these rows of an attention layer's cache: [tokens, heads, head_dim] each. Latent attention
+    computes them from latents."""
+    dims, of = latent_dims_of(layer), cast(Any, layer)
+    if not dims:
+        return rows
+    latents, rotated = rows[..., :dims], rows[..., dims:]
+    keys = of.kv_b_proj(latents[:, 0])[0].view(len(rows), of.num_heads, -1)[..., : of.qk_nope_head_dim]
+    return torch.cat((keys, rotated.expand(-1, of.num_heads, -1)), -1)
+
+
 @contextmanager
 def attended(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """The queries and keys, as rotated, that these attention layers are given while the body computes: [tokens, heads ×
-    head_dim] each."""
+    head_dim] each. Of latent attention the part of keys that is rotated, which all heads share."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def recorder(name: str) -> Callable[..., None]:
-        def record(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            found[name] = (arguments[0], arguments[1])
+        def record(layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            found[name] = (arguments[0], arguments[2 if latent_dims_of(layer) else 1])
 
         return record
 
