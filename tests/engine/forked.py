@@ -158,8 +158,8 @@ def overlook_what_is_there() -> None:
 
 
 def prepare_engines() -> None:
-    """Once, what each engine on a CPU does anew as it starts, for 1 to 3 s: vLLM looks through all that has been imported
-    for kernels that it replaces, and writes zeros over a GiB of KV cache, of which a test uses some blocks."""
+    """Do once what each engine on a CPU does anew as it starts, for 1 to 3 s: vLLM looks through all that has been
+    imported for kernels that it replaces, and writes zeros over a GiB of KV cache, of which a test uses some blocks."""
     import torch
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
