@@ -1,5 +1,6 @@
 """The tables of measured figures are what the raw files say."""
 
+import html
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,3 +47,11 @@ def test_raw_rows_are_read_as_the_benchmarks_write_them(tables: ModuleType) -> N
     assert rows["disk store, tcp"] == (2.494, "GB/s", 2.687)
     assert rows["99th percentile"] == (0.0002159, "ms", 16)
     assert len(rows) == 2
+
+
+def test_the_picture_of_blendings_error_shows_its_pages_table(script: Callable[[Path], ModuleType]) -> None:
+    plot = script(ROOT / "scripts" / "blend_plot.py")
+    table = plot.rows((plot.DOCS / "blending.md").read_text())
+    assert len(table) == 4 and all(len(figures) == 9 for figures in table.values())
+    drawn = html.unescape(plot.PICTURE.read_text())
+    assert f"<dc:description>{table!r}</dc:description>" in drawn, "draw it again: scripts/blend_plot.py"
