@@ -10,7 +10,7 @@ from kv_connect.halves.step import StateBlock, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.clock import HandClock
 from kv_core.keys import NO_TENANT, ChunkKey
-from kv_core.service import CacheService, Ended
+from kv_core.service import CacheService, Ended, WriteLease
 from kv_core.testing import key_chain, keys_of
 from kv_server import ServerProcess, launch, wire
 from kv_server.connection import ServerConnection, ask_server
@@ -185,6 +185,19 @@ def test_no_client_touches_what_is_anothers(served: ThreadedServer) -> None:
             assert refused.kind == "misuse"
         assert isinstance(ask(wire.Commit(999)), wire.Failed)
         assert ask(wire.Release(999)) == wire.Truth(False)
+        (behind,) = served.server.caches.values()
+        of_peers: list[WriteLease] = []
+        find = behind.parts.leases.find
+
+        def find_too_early(number: int) -> object:
+            found = find(number)
+            of_peers.append(behind.begin_store(key_chain(1, branch="peer"), "store of another host/1"))
+            return found
+
+        with mock.patch.object(behind.parts.leases, "find", find_too_early):
+            assert isinstance(ask(wire.Commit(writing.id + 1)), wire.Failed)
+        assert of_peers[0].id == writing.id + 1
+        assert behind.release(of_peers[0])
     yours.end("same name")
     fill(mine, writing)
     mine.commit(writing)

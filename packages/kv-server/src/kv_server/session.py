@@ -86,7 +86,8 @@ class Session:
             case wire.BeginStore():
                 return self._begin_store(verb)
             case wire.Commit(number):
-                self._own(number)
+                if self._own(number) is None:  # the number may be the next one that the cache gives to another
+                    raise MisuseError(f"write lease {number} is not open")
                 self.cache.commit(WriteLease(LeaseId(number), (), (), ""))
             case wire.Release(number):
                 lease = self._own(number)
