@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ class Router:
         for server, token in self.servers.items():
             try:
                 health = post(f"{server}/endpoints/cluster/all/health", {}, token, timeout_s=60)
-            except OSError:  # it is away, or does not serve the verbs
+            except (OSError, HTTPException, ValueError):  # it is away, or does not serve the verbs
                 continue
             up = [one for one in health["servers"] if one["done"]]
             drained = [one["server"] for one in up if any(cache["drain"] for cache in one["facts"]["caches"])]

@@ -275,8 +275,11 @@ class Filler:
         moved = list(compress(keys, approximate))
         total = torch.zeros(len(tokens))
         for number, (name, layer) in enumerate(layers.items()):
-            its, impl = keys_of_heads(layer, torch.cat([each[number] for each in moved])), cast(Any, layer.impl)
-            total += attention_of(found[name][0], its, impl.scale).cpu()
+            try:
+                its = keys_of_heads(layer, torch.cat([each[number] for each in moved]))
+            except LookupError as error:
+                raise CannotBlendError(str(error)) from None
+            total += attention_of(found[name][0], its, cast(Any, layer.impl).scale).cpu()
         yield Together(b"add attention", lambda: self._ranks.add(total))  # each rank has its own heads
         attention[tokens] = total
         return attention

@@ -139,10 +139,12 @@ def latent_dims_of(layer: torch.nn.Module) -> int:
 
 def keys_of_heads(layer: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """The heads' keys in these rows of an attention layer's cache: [tokens, heads, head_dim] each. Latent attention
-    computes them from latents."""
+    computes them from latents. Raises `LookupError`: by weights that its backend has not kept."""
     dims, of = latent_dims_of(layer), cast(Any, layer)
     if not dims:
         return rows
+    if not of.kv_b_proj.weight.numel():
+        raise LookupError("its attention backend keeps no weights that select by the question; start it with CPU_MLA")
     latents, rotated = rows[..., :dims], rows[..., dims:]
     keys = of.kv_b_proj(latents[:, 0])[0].view(len(rows), of.num_heads, -1)[..., : of.qk_nope_head_dim]
     return torch.cat((keys, rotated.expand(-1, of.num_heads, -1)), -1)
