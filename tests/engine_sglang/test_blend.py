@@ -14,6 +14,7 @@ from engines import ON_A_CORE_EACH, PAGE, Answer, Engine, corrupt, started
 from kv_blend import edited, request_fields
 from kv_server.process import launch
 from kv_testing import interleavings
+from kv_testing.cache_servers import assert_nothing_is_leased
 from kv_testing.documents import (
     BEFORE,
     DOCUMENTS,
@@ -29,7 +30,6 @@ from kv_testing.documents import (
 from kv_testing.interleavings import EXACT, Seen, live_through
 from kv_testing.tiny import TinyLlama
 from kv_tiers.pool.host_pool import HostPool
-from test_disaggregated import assert_nothing_is_leased
 
 
 def cache(pool: str = "") -> dict[str, Any]:
@@ -329,7 +329,7 @@ def test_segments_of_another_model_are_not_found(tiny_llama: str, exact: dict[Pr
                 assert report["held_tokens"] == aligned_tokens(alone)
                 engine.flush()
                 engine.detach()
-                assert_nothing_is_leased(server)
+                assert_nothing_is_leased(server.socket)
     finally:
         server.stop()
 
@@ -348,7 +348,7 @@ def test_a_request_that_is_left_in_the_middle_leaks_nothing(
             assert report["held_tokens"] == aligned_tokens(SECOND)
             assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
             engine.detach()
-            assert_nothing_is_leased(server)
+            assert_nothing_is_leased(server.socket)
     finally:
         server.stop()
 

@@ -18,7 +18,7 @@ from engines import PROMPTS, Answer, Engine, started
 from kv_core.testing import key_chain
 from kv_server import process
 from kv_server.process import ServerProcess
-from kv_testing.cache_servers import held, join_at, report_of, store
+from kv_testing.cache_servers import assert_nothing_is_leased, held, join_at, report_of, store
 from kv_testing.peers import PATIENT
 from kv_testing.wait import until
 from test_both_engines import PAGE, VLLM, of, run_vllm
@@ -131,8 +131,7 @@ class Hosts:
     def assert_nothing_is_leased(self) -> None:
         for server in self._servers:
             until(lambda: not report_of(server.socket).sessions, 30)  # noqa: B023  # it is called at once
-            for cache in report_of(server.socket).caches:
-                assert cache.counts.read_leases == cache.counts.write_leases == cache.handed_over == 0
+            assert_nothing_is_leased(server.socket)
 
 
 @pytest.mark.parametrize(

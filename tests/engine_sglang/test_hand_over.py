@@ -24,6 +24,7 @@ from kv_server import wire
 from kv_server.connection import ask_server
 from kv_server.process import ServerProcess, launch
 from kv_server.report import CacheReport
+from kv_testing.cache_servers import assert_nothing_is_leased
 from kv_testing.servers import free_port
 from kv_testing.wait import until
 
@@ -107,10 +108,6 @@ class Pair:
         (report,) = answer.report.caches
         return report
 
-    def assert_nothing_is_leased(self) -> None:
-        cache = self.cache()
-        assert cache.counts.read_leases == cache.counts.write_leases == cache.handed_over == 0
-
 
 @contextmanager
 def ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
@@ -157,7 +154,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
             # Each page once, the partial ones too.
             pages = {tuple(prompt[: at + PAGE]) for prompt in PROMPTS for at in range(0, len(prompt), PAGE)}
             assert pair.cache().counts.chunks_resident == len(pages)
-            pair.assert_nothing_is_leased()
+            assert_nothing_is_leased(pair.socket)
 
             # A prefill engine that is killed in the middle of a prompt fails it, and nothing else.
             held = pair.cache().counts.chunks_resident
@@ -171,7 +168,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 until(lambda: answers(pair.prefill_port), 300)
                 until(lambda: pair.ask(PROMPTS[3]) == reference[3], 60)
                 computed = pair.ask(LONG)  # what the first had stored is held already
-                pair.assert_nothing_is_leased()
+                assert_nothing_is_leased(pair.socket)
 
                 # The control: what is read is what the server has.
                 corrupt(server)
@@ -184,7 +181,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 until(lambda: pair.ask(PROMPTS[1]) == reference[1], 60)
                 requests.post(f"http://127.0.0.1:{pair.prefill_port}/flush_cache", timeout=30).raise_for_status()
                 assert pair.ask(LONG) == computed
-                pair.assert_nothing_is_leased()
+                assert_nothing_is_leased(pair.socket)
     finally:
         server.stop()
 
@@ -203,6 +200,6 @@ def test_latents_that_two_ranks_read_are_held_until_both_have_them(tiny_deepseek
             pages = {tuple(prompt[: at + PAGE]) for prompt in PROMPTS for at in range(0, len(prompt), PAGE)}
             assert pair.cache().counts.chunks_resident == len(pages)
             until(lambda: pair.cache().handed_over == 0, 10)  # one rank says so, after the answer has begun
-            pair.assert_nothing_is_leased()
+            assert_nothing_is_leased(pair.socket)
     finally:
         server.stop()

@@ -117,6 +117,11 @@ def report_of(path: Path) -> Report:
     return stated.report
 
 
+def assert_nothing_is_leased(socket: Path) -> None:
+    for cache in report_of(socket).caches:
+        assert cache.counts.read_leases == cache.counts.write_leases == cache.handed_over == 0
+
+
 def register(fingerprint: str = "f", resume: bytes = b"") -> wire.Register:
     return wire.Register("", (CHUNK_BYTES,), fingerprint, 1, {}, resume, [], wire.Keys(), False)
 
