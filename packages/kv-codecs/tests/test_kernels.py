@@ -34,7 +34,7 @@ from kv_core.errors import ConfigError, MisuseError
 from kv_testing.codec_fuzz import drawn_words, misfits, outcomes
 from kv_testing.kvtc_fuzz import kvtc_outcomes
 from kv_testing.numpy_kernels import NumpyKernels, kernels_here
-from kv_testing.sanitized import COMPILER, FLAGS, compile_sanitized, needs_compiler, run_sanitized
+from kv_testing.sanitized import COMPILER, FLAGS, WITHIN_S, compile_sanitized, needs_compiler, run_sanitized
 from kv_tiers.codec import Codec, CodecError
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
@@ -238,6 +238,7 @@ def test_arrays_whose_sizes_do_not_fit_are_refused(compiled: CompiledKernels) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * WITHIN_S)
 @needs_compiler
 @pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_NO_AVX512", "-DKV_PORTABLE"])
 def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path) -> None:

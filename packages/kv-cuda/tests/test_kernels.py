@@ -14,7 +14,7 @@ from kv_cuda.kernels import LIBRARY, SOURCES, CopyKernels, installed_kernels
 from kv_testing.codec_fuzz import drawn_words
 from kv_testing.copy_fuzz import misfits, wrong_copies, wrong_lists
 from kv_testing.emulated import EmulatedLibrary, needs_emulator
-from kv_testing.sanitized import COMPILER, compile_sanitized, needs_compiler, run_sanitized
+from kv_testing.sanitized import COMPILER, WITHIN_S, compile_sanitized, needs_compiler, run_sanitized
 
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
 
@@ -56,6 +56,7 @@ def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(seed: int) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * WITHIN_S)
 @needs_compiler
 def test_no_access_is_beyond_a_buffer_nor_undefined(tmp_path: Path) -> None:
     environ = compile_sanitized(SOURCES, tmp_path / LIBRARY.name)

@@ -12,6 +12,8 @@ import pytest
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 FLAGS = ["-std=gnu11", "-fPIC", "-shared", "-g", "-O1", "-DKV_ONE_VERSION", "-ffp-contract=off"]
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+WITHIN_S = 300
+"""For compiling, and for running: on a slow machine beside other tests."""
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 
@@ -19,7 +21,7 @@ def compile_sanitized(sources: Sequence[Path], library: Path, *options: str) -> 
     """The environment of a process that loads this library. Skips the test if the compiler has no sanitizers."""
     compiled = [source for source in sources if source.suffix == ".c"]
     command = [COMPILER or "", *FLAGS, *options, *_SANITIZERS, "-o", str(library), *map(str, compiled)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    made = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
     runtimes = [
         subprocess.check_output([str(COMPILER), f"-print-file-name={name}"], text=True, timeout=60).strip()
         for name in ("libasan.so", "libubsan.so")
@@ -36,6 +38,6 @@ def compile_sanitized(sources: Sequence[Path], library: Path, *options: str) -> 
 def run_sanitized(fuzz: str, library: Path, environ: dict[str, str]) -> list[str]:
     """The lines that this module of fuzz says of 40 rounds."""
     command = [sys.executable, "-m", fuzz, str(library), "11", "40"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=110)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=WITHIN_S)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.splitlines()
