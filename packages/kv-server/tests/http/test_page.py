@@ -100,6 +100,12 @@ class Browser:
     def go(self, url: str) -> None:
         self.tell("Page.navigate", url=url)
 
+    def leave(self) -> None:
+        """The page: it complains if its server has gone."""
+        self.go("about:blank")
+        until(lambda: self.value("location.href") == "about:blank")
+        self.complaints.clear()
+
     def value(self, expression: str) -> Any:
         """What this is in the page now."""
         got = self.tell("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -173,6 +179,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def _no_earlier_page(browser: Browser) -> None:
+    browser.leave()
+
+
 def spill_counts(server: ServerProcess) -> dict[str, int]:
     counts: dict[str, int] = httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0]["spill"]
     return counts
@@ -223,7 +234,6 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     cache = join(server, "<b>engine-1</b>")
     store(cache, 30, "a")
     assert hits(cache, 40, "a") == 30
-    browser.complaints.clear()
     browser.look(1400, 1000)
     browser.go(server.url)
     until(lambda: "75.0 %" in browser.text())
@@ -282,7 +292,6 @@ def test_it_draws_the_history_that_the_server_keeps(
     monkeypatch.setattr(timeline, "SAMPLE_S", 0.05)
     served = Served()
     request.addfinalizer(served.close)
-    browser.complaints.clear()
     browser.look(1400, 1000)
     browser.go(served.http.url)
     until(lambda: "30 days" in browser.text())
@@ -389,7 +398,6 @@ def test_a_server_is_operated_by_keyboard_with_the_token(browser: Browser, tmp_p
     browser.look(1400, 1000)
     browser.go(server.url)
     until(lambda: "engine-1" in browser.text())
-    browser.complaints.clear()  # an earlier page's, whose server had gone
     assert all(name for _, name in browser.controls()) and len(set(browser.controls())) == len(browser.controls())
     assert {("textbox", "token"), ("button", "end the freeze"), ("searchbox", "find a tenant")} <= set(
         browser.controls()
@@ -497,9 +505,7 @@ def test_all_of_it_works_behind_a_prefix_with_or_without_a_slash(browser: Browse
     said = "document.getElementById('{}').textContent"
     with behind(server.url, "/kv/node-1") as page:
         for number, address in enumerate((f"{page}?from=a+menu#tenants", f"{page}/")):
-            browser.go("about:blank")
-            until(lambda: browser.value("location.href") == "about:blank")
-            browser.complaints.clear()
+            browser.leave()
             browser.go(address)
             until(lambda: "engine-1" in browser.text())
             until(lambda: browser.value("past?.starts_s.length > 0"))  # the history's request has been answered
