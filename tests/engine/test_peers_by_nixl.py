@@ -262,6 +262,7 @@ def test_a_readers_process_that_hangs_is_a_miss_in_time(ending: ExitStack, tmp_p
     fill(server, key_chain(len(KEYS), branch="others"))
 
 
+@pytest.mark.long  # its waits are too short for a busy machine
 def test_readers_that_are_gone_take_nothing_with_them(ending: ExitStack, tmp_path: Path) -> None:
     """Stopped with all buffers, they leave TCP to others, and no chunk leased; killed, the buffers too."""
     server = holder(ending, tmp_path)
@@ -286,6 +287,7 @@ def test_readers_that_are_gone_take_nothing_with_them(ending: ExitStack, tmp_pat
     warm(tier, server)
 
 
+@pytest.mark.long  # its waits are too short for a busy machine
 @pytest.mark.skipif(not available(), reason="no network namespaces for us")
 def test_chunks_come_from_one_network_namespace_to_another(ending: ExitStack, tmp_path: Path) -> None:
     hosts = TwoHosts()
