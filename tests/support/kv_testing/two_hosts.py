@@ -19,6 +19,8 @@ from kv_server.process import ServerProcess, launch
 _TOOLS_S: Final = 10
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 _IDLE: Final = ("sh", "-c", "echo; exec sleep infinity")
+_OWN_SYS: Final = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$0" "$@"')
+"""UCX looks there for the interfaces that it may use, and would find the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class TwoHosts:
         """A server of this host, that peers may ask at port 9500. The namespace is no protection, nor is anything."""
         peers = {"listen": f"{ADDRESSES[host]}:9500", "unprotected": True, "nixl": nixl}
         python = socket.with_suffix(".python")
-        python.write_text(f'#!/bin/sh\nexec {shlex.join(self._at(host))} {shlex.quote(sys.executable)} "$@"\n')
+        own_sys = _OWN_SYS if nixl else ()
+        python.write_text(f'#!/bin/sh\nexec {shlex.join([*self._at(host), *own_sys, sys.executable])} "$@"\n')
         python.chmod(0o700)
         with mock.patch.object(sys, "executable", str(python)):
             return launch({**config, "peers": peers}, socket=socket)
