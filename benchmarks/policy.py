@@ -2,9 +2,9 @@
 optimum: an hour of a chat service, public data sets, and two of coding agents' sessions.
 
 limit: the optimum by hits at the same capacity. ratio: what part of it a policy reaches. target, of `prefix` only: not
-more than 2 % behind the better of LRU and ARC, in any cell; and over all cells 5 % ahead. +stops: told which answers
-called no tool, where the trace says so. +hints, +half: told by clients' KV hints, of each or of every second request,
-what of its prompt no later one has. Takes some ten minutes. Needs matplotlib for the plot (--plot FILE).
+more than 2 % behind the better of LRU and ARC, in any cell; and over all cells 5 % ahead. +stops: knows which answers
+called no tool, where the trace says so. +hints, +half: knows from KV hints, of each or of every second request, what
+of its prompt no later one has. Takes some ten minutes. Needs matplotlib for the plot (--plot FILE).
 
 With --generated instead on a trace made here, which no policy was made for: sessions of agents, questions about
 documents, and prompts that come once.
@@ -18,6 +18,7 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 import heapq
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from kv_core.keys import ChunkKey
@@ -32,8 +33,8 @@ TRACES = Path(__file__).parent / "traces"
 NAMES = ("mooncake/conversation_trace", "mooncake/synthetic_trace", "agents/agents_a", "agents/agents_b")
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.40)
 OURS = "prefix"
-TOLD = {"+stops": 0.0, "+half": 0.5, "+hints": 1.0}
-"""What `prefix` is told besides, and the part of the requests whose client sends hints; those too with stops."""
+HINTED = {"+stops": 0.0, "+half": 0.5, "+hints": 1.0}
+"""Ours with stops, and the part of the requests whose clients send hints besides."""
 REFERENCES = ("lru", "arc")
 OPT = "opt"
 BEHIND = 0.98
@@ -56,9 +57,10 @@ def main() -> int:
         name = Path(path).name.removesuffix("_trace")
         capacities = [int(share * trace.chunks_unique) for share in SHARES]
         served = {policy: [serve(trace, policy, capacity) for capacity in capacities] for policy in POLICY_NAMES}
-        for told, hinted in TOLD.items():
+        for suffix, hinted in HINTED.items():
             if hinted or trace.turn_ends:
-                served[OURS + told] = [serve(trace, OURS, capacity, told, hinted) for capacity in capacities]
+                row = [serve(trace, OURS, capacity, hinted, trace.turn_ends) for capacity in capacities]
+                served[OURS + suffix] = row
         served[OPT] = [optimum(trace.prompts, capacity) for capacity in capacities]
         saved = {policy: [cell.saved_ratio for cell in row] for policy, row in served.items()}
         best = [max(saved[policy][place] for policy in REFERENCES) for place in range(len(SHARES))]
@@ -108,8 +110,9 @@ def report(name: str, served: dict[str, list[Served]], best: list[float]) -> Non
             print(json.dumps(described))
 
 
-def serve(trace: Trace, policy: str, capacity_chunks: int, told: str = "", hinted_share: float = 0.0) -> Served:
-    turn_ends = trace.turn_ends if told else ()
+def serve(
+    trace: Trace, policy: str, capacity_chunks: int, hinted_share: float = 0.0, turn_ends: Sequence[bool] = ()
+) -> Served:
     plans = [TierPlan("host", capacity_chunks, policy)]
     return simulate(trace.prompts, plans, turn_ends=turn_ends, hinted_share=hinted_share)
 

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from kv_cluster import client, verbs
+from kv_cluster.members import Member
 from kv_cluster.requests import MAX_TIMEOUT_S, REQUESTS
 from kv_cluster.verbs import open_fleet
 from kv_core.keys import keys_in, tenant_tag
@@ -264,6 +265,16 @@ def test_of_hundreds_of_servers_some_are_queried_at_a_time(monkeypatch: pytest.M
     outcomes = open_fleet([peers], "127.0.0.1:94", "", timeout_s=1.0).health()
     assert [outcome.done for outcome in outcomes] == [number >= hanging for number in range(300)]
     assert max(now) == hanging
+
+
+def test_those_behind_servers_that_never_answer_are_not_queried_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "_MEMBERS_AT_ONCE", 2)
+    answered = threading.Event()
+    members = [Member(name, "") for name in "abcd"]
+    outcomes = verbs._together(members, lambda _: answered.wait(30), 0.2)
+    answered.set()
+    assert ["not known" in str(outcomes[member]) for member in members] == [True, True, False, False]
+    assert all("not queried" in str(outcomes[member]) for member in members[2:])
 
 
 def test_what_is_wrong_on_the_command_line_is_said(fleet: FourServers) -> None:

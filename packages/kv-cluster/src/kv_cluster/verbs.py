@@ -534,8 +534,10 @@ def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s:
         with suppress(queue.Empty):
             member, outcome = done.get(timeout=left_s)
             outcomes[member] = outcome
-    waiting.clear()
     late = NotDone(f"not done within {timeout_s:g} s; what has become of it is not known: run it again")
+    while waiting:
+        with suppress(IndexError):  # a thread has just taken it
+            outcomes[waiting.popleft()] = NotDone("not queried: too many servers before it do not answer; run it again")
     return {member: outcomes.get(member, late) for member in members}
 
 

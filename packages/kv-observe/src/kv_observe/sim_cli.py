@@ -74,9 +74,9 @@ def register(commands: Any) -> None:
         "--policy",
         default=DEFAULT_POLICY,
         metavar="NAME[,…]",
-        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY}); {DEFAULT_POLICY}{_STOPS}: told which "
-        f"answers called no tool, as by vLLM, for a trace with stop; {DEFAULT_POLICY}{_HINTS}: told by KV hints what "
-        "of each prompt no later one has",
+        help=f"{', '.join(POLICY_NAMES)} or {_OPT} (default: {DEFAULT_POLICY}); {DEFAULT_POLICY}{_STOPS}: knows "
+        f"which answers called no tool, as from vLLM, for a trace with stop; {DEFAULT_POLICY}{_HINTS}: knows from KV "
+        "hints what of each prompt no later one has",
     )
     parser.add_argument(
         "--below",
@@ -176,7 +176,8 @@ def _sim(args: argparse.Namespace) -> int:
 
 
 def _plain(policy: str) -> str:
-    return policy.removesuffix(_HINTS).removesuffix(_STOPS)
+    """Its name, without what else it knows."""
+    return policy.replace(_STOPS, "").replace(_HINTS, "")
 
 
 def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:

@@ -374,10 +374,10 @@ class LocalCache:
     def end_all(self, owner: str) -> None:
         """End all holders of this owner (`kv_tiers.cache.leases.owner_of`)."""
         with self._lock:
-            holders = self._leases.holders() | self._promotions.waiting()
+            holders = {lease.holder for lease in self._leases.of(owner)}
+            holders |= {holder for holder in self._promotions.waiting() if owner_of(holder) == owner}
         for holder in holders:
-            if owner_of(holder) == owner:
-                self.end(holder)
+            self.end(holder)
 
     def changes_since(self, upto: int) -> Changes:
         """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`. Raises
