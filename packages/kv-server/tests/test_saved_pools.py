@@ -16,7 +16,7 @@ from kv_server import RemoteCache
 from kv_server.caches import cache_name
 from kv_server.succession.channel import FORMAT
 from kv_server.succession.saved_pool import saved_path
-from kv_testing.cache_servers import SLOT_BYTES, fill, join_server, lose, read, report_of, store
+from kv_testing.cache_servers import SLOT_BYTES, fill, join_at, join_server, lose, read, report_of, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import UpgradedServers
 from kv_testing.wait import line, until
@@ -110,6 +110,35 @@ def test_slots_that_a_client_may_be_writing_are_nobody_elses_after_a_restart(sav
     assert read(cache, writing.keys)
     cache.close()
     other.close()
+
+
+def test_a_client_that_copies_in_another_format_meanwhile_loses_no_slot_of_either(saved: Saved) -> None:
+    """Its session of before is that of a pool that nobody has opened since."""
+    cache = join_server(saved.home)
+    writing = cache.begin_store(key_chain(6, branch="w"), "w")
+    lose(cache)
+    until(lambda: report_of(saved.home / "s").orphans == 1)
+    saved.close()
+    saved.restart()
+    changed = join_at(saved.home / "s", "g")
+    lose(changed)
+    with changed._lock:
+        changed._token = cache._token
+        changed._link.back_off(0)
+    back(changed)
+    assert len(changed.begin_store(key_chain(2, branch="g"), "g").keys) == 2
+    other = join_server(saved.home)
+    lose(changed)
+    until(lambda: report_of(saved.home / "s").orphans == 2)
+    with cache._lock:
+        cache._link.back_off(0)
+    back(cache)
+    assert report_of(saved.home / "s").orphans == 0
+    cache.end("w")
+    until(lambda: other.counts().write_leases == 0)
+    store(other, key_chain(8, branch="all"))
+    for one in (changed, other, cache):
+        one.close()
 
 
 def test_a_chunk_whose_bytes_have_changed_meanwhile_is_not_found(saved: Saved) -> None:

@@ -412,18 +412,19 @@ class CacheServer:
             # A client that gave its connection up may be back before we have seen the old one close.
             if request.resume and other.token == request.resume:
                 self._connections.drop(other)
-        orphan = self._orphans.take(request.resume)
-        if orphan is None or orphan.cache is not cache:
-            if orphan is not None:
+        name = f"{self._run}.{client.number}"
+        for orphan in self._orphans.take(request.resume):
+            if orphan.cache is not cache:
                 give_up(orphan)
-            return f"{self._run}.{client.number}"
-        with cache.parts.host.lock:
-            leases = cache.parts.leases.of(lasting_owner(orphan.image.session))
-        still_held = set(request.lasting)
-        for lease in leases:
-            if lease.number not in still_held:
-                release(cache, lease)
-        return orphan.image.session
+                continue
+            name = orphan.image.session
+            with cache.parts.host.lock:
+                leases = cache.parts.leases.of(lasting_owner(name))
+            still_held = set(request.lasting)
+            for lease in leases:
+                if lease.number not in still_held:
+                    release(cache, lease)
+        return name
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:

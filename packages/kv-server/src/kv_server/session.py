@@ -264,8 +264,8 @@ class Orphan:
 
 
 class Orphans:
-    """Lasting leases of clients whose connection closed, by the tokens of their sessions, retained until no process can
-    still be copying. For the server's thread.
+    """Lasting leases of clients whose connection closed, retained until no process can still be copying. For the
+    server's thread.
 
     (A slot that is `ORPHANED`, in `kv_tiers.index.life`, is something else.) A connection that closes proves nothing,
     because the process may be in the middle of a copy, be stopped there for an hour, and go on. Its slots wait until
@@ -283,7 +283,7 @@ class Orphans:
         """name_after_s: how long one is retained before the log says so."""
         self._clock = clock
         self._name_after_s = name_after_s
-        self._orphans: dict[bytes, Orphan] = {}
+        self._orphans: dict[str, Orphan] = {}  # by the names of their sessions
 
     def __len__(self) -> int:
         return len(self._orphans)
@@ -300,7 +300,7 @@ class Orphans:
                 os.close(pidfd)
                 orphan.pidfd = known.pidfd
                 break
-        self._orphans[orphan.image.token] = orphan
+        self.restore(orphan)
         self._look(orphan)
 
     def all(self) -> list[Orphan]:
@@ -308,14 +308,15 @@ class Orphans:
 
     def restore(self, orphan: Orphan) -> None:
         """One of another process. Takes over the pidfd."""
-        self._orphans[orphan.image.token] = orphan
+        self._orphans[orphan.image.session] = orphan
 
-    def take(self, token: bytes) -> Orphan | None:
-        """Remove an orphan because its owner is back. The caller gives up the leases that the owner no longer wants."""
-        orphan = self._orphans.pop(token, None)
-        if orphan is not None and all(other.pidfd != orphan.pidfd for other in self._orphans.values()):
-            close_descriptor(orphan.pidfd)
-        return orphan
+    def take(self, token: bytes) -> list[Orphan]:
+        """Remove the orphans of an owner that is back: several where it has registered another format meanwhile. The
+        caller gives up the leases that the owner no longer wants."""
+        taken = [orphan for orphan in self.all() if orphan.image.token == token]
+        for orphan in taken:
+            self._remove(orphan)
+        return taken
 
     def are_of(self, cache: LocalCache) -> bool:
         """Whether any orphan was copying there."""
@@ -334,8 +335,13 @@ class Orphans:
                 self._look(orphan)
 
     def close(self) -> None:
-        for token in list(self._orphans):
-            self.take(token)
+        for orphan in self.all():
+            self._remove(orphan)
+
+    def _remove(self, orphan: Orphan) -> None:
+        del self._orphans[orphan.image.session]
+        if all(other.pidfd != orphan.pidfd for other in self._orphans.values()):
+            close_descriptor(orphan.pidfd)
 
     def _look(self, orphan: Orphan) -> None:
         image, now_s = orphan.image, self._clock.now_s()
@@ -347,7 +353,7 @@ class Orphans:
             image.unmapped_s = now_s
         has_settled = image.unmapped_s is not None and now_s - image.unmapped_s >= SETTLE_S
         if not is_mapped and (has_ended or has_settled):
-            self.take(image.token)
+            self._remove(orphan)
             give_up(orphan)
             return
         orphan.look_s = time.monotonic() + orphan.wait_s
