@@ -114,6 +114,22 @@ class PassedOn(RuleBasedStateMachine):
     @rule(holder=holders)
     def end(self, holder: str) -> None:
         self.cache.end(holder)
+        self.forget_ended()
+
+    @rule()
+    def the_other_process_has_ended(self) -> None:
+        """Its own leases go, and ours that have begun since stay."""
+        leases = self.cache.parts.leases
+        reads, writes, _ = leases.entries()
+        inherited = {one.number for one in (*reads, *writes) if one.number <= leases.restored_upto}
+        end_inherited_leases(self.cache)
+        left = {entry.number for entries in leases.entries()[:2] for entry in entries}
+        assert {one.number for one in (*reads, *writes)} - left == (
+            {one.number for one in (*reads, *writes) if one.holder == "job" and one.number in inherited}
+        )
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
         left = self.cache.parts.leases.entries()
         numbers = {entry.number for entries in left[:2] for entry in entries}
         self.reads = {number: lease for number, lease in self.reads.items() if number in numbers}
@@ -220,9 +236,7 @@ class PassedOn(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        end_inherited_leases(self.cache)
-        assert "job" not in self.cache.parts.leases.holders()
-        for holder in CLIENTS:
+        for holder in (*CLIENTS, "job"):
             self.cache.end(holder)
         for name in "xy":
             self.cache.admin.unpin(name)

@@ -17,6 +17,7 @@ from kv_tiers.events.changes import Change, ChangeLog
 from kv_tiers.index.journal import Journal
 from kv_tiers.pool.directory import slots_least_worth_first
 
+from kv_server.session import release
 from kv_server.wire import Format
 
 _OF_A_SESSION: Final = re.compile(r"[0-9a-f]{8}\.\d+l?/.*", re.DOTALL)
@@ -235,7 +236,9 @@ def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
 
 def end_inherited_leases(cache: LocalCache) -> None:
     """The other process has ended: give back what its own threads had leased."""
+    leases = cache.parts.leases
     with cache.parts.host.lock:
-        holders = [holder for holder in cache.parts.leases.holders() if not _OF_A_SESSION.fullmatch(holder)]
-    for holder in holders:
-        cache.end(holder)
+        reads, writes, _ = leases.entries()
+    for lease in (*reads, *writes):
+        if lease.number <= leases.restored_upto and not _OF_A_SESSION.fullmatch(lease.holder):
+            release(cache, lease, ends_holds=False)

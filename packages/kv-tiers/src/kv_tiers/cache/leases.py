@@ -92,10 +92,14 @@ def _keys_of(lease: ReadEntry | WriteEntry) -> int:
 
 
 class Leases:
-    """The lease table of one cache. Leases that a method ends are removed and returned; the caller frees the slots."""
+    """The lease table of one cache. Leases that a method ends are removed and returned; the caller frees the slots.
+
+    restored_upto: leases up to this number began in another process.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
+        self.restored_upto = 0
         self._reads: dict[int, ReadEntry] = {}
         self._timed: OrderedDict[int, ReadEntry] = OrderedDict()  # those that expire, by deadline
         self._promises: dict[Holder, ReadEntry] = {}
@@ -203,7 +207,7 @@ class Leases:
 
     def restore(self, reads: Sequence[ReadEntry], writes: Sequence[WriteEntry], last_number: int) -> None:
         """In a new table: the `entries` of another one."""
-        self._last_number = last_number
+        self._last_number = self.restored_upto = last_number
         for read in reads:
             self._add_read(read)
         for write in writes:
