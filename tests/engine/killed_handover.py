@@ -1,12 +1,14 @@
-"""One side of a hand-over that stops for ever in the middle of a copy, so that a test can kill it there.
+"""One side of a hand-over that stops itself (SIGSTOP) in the middle of a copy, so that a test can kill it there or have
+it go on.
 
     python killed_handover.py MODEL SOCKET prefill|decode NUMBER
 
-It computes the prompt of this number, or loads it, stops at the NUMBERth copy, and prints its side once it is there.
-All of it is in this process, so that killing it kills all of the engine.
+It computes the prompt of this number, or loads it, and stops at the NUMBERth copy. All of it is in this process, so
+that a signal reaches all of the engine.
 """
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -23,7 +25,6 @@ def main() -> None:
     model, socket, side, number = sys.argv[1:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from engines import started
-    from killed import stop_here
     from kv_cuda import CpuCopier
 
     copied = 0
@@ -33,7 +34,7 @@ def main() -> None:
     def copy(self: CpuCopier, plan: Any) -> Any:
         nonlocal copied
         if copied == (int(number) if side == "prefill" else 0):
-            stop_here(side)
+            os.kill(os.getpid(), signal.SIGSTOP)
         copied += 1
         return real(self, plan)
 
@@ -46,7 +47,7 @@ def main() -> None:
         taken = {"do_remote_prefill": True, "remote_num_tokens": len(prompt)}
         params = PREFILL if side == "prefill" else taken
         engine.ask([prompt], 1, extra_args={"kv_transfer_params": params})
-    print("it was never there", flush=True)
+    print("it is done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A hand-over whose sides die in the middle of it: right tokens all the same, and nothing stays leased or kept."""
+"""A hand-over whose sides die, or are stopped, in the middle of it: right tokens all the same, and nothing stays leased
+or kept."""
 
 import os
 import signal
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.slow
 
 AT_CHUNKS = (0, 2, 4)
 """The last of them is the partial one."""
-DECODED, LOST = 7, 9
-"""Numbers of prompts: of the decode engine that is killed, and of the server that is."""
+STOPPED, DECODED, LOST = 3, 7, 9
+"""Numbers of prompts: of the prefill engine that goes on, of the decode engine, and of the server that is killed."""
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama: str) -> dict[int, Answer]:
-    numbers = (*AT_CHUNKS, DECODED, LOST)
+    numbers = (*AT_CHUNKS, STOPPED, DECODED, LOST)
     with started(tiny_llama, cache=None) as engine:
         return dict(zip(numbers, engine.ask_in_turn([prompt_of(number) for number in numbers]), strict=True))
 
@@ -55,7 +56,7 @@ def engine(tiny_llama: str, server: ServerProcess, expected: dict[int, Answer]) 
 
 @contextmanager
 def stopped(model: str, server: ServerProcess, side: str, number: int) -> "Iterator[subprocess.Popen[str]]":
-    """An engine that hangs there."""
+    """An engine that is stopped there."""
     child = subprocess.Popen(
         [sys.executable, killed_handover.__file__, model, str(server.socket), side, str(number)],
         stdin=subprocess.PIPE,
@@ -68,12 +69,20 @@ def stopped(model: str, server: ServerProcess, side: str, number: int) -> "Itera
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-        while (said := line(child.stdout, 180)).strip() != side:
-            assert said, "it ended before"
+        until(lambda: os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT), 180)
+        assert child.poll() is None, "it ended before"
         yield child
     finally:
         child.kill()
         child.communicate()
+
+
+def go_on_after(child: "subprocess.Popen[str]") -> None:
+    """Until it has ended by itself."""
+    child.send_signal(signal.SIGCONT)
+    while (said := line(child.stdout, 180)).strip() != "it is done":
+        assert said, "it ended before"
+    child.wait(60)
 
 
 def report(server: ServerProcess) -> Report:
@@ -115,16 +124,34 @@ def test_a_prefill_engine_killed_at_a_chunk_costs_that_chunk_and_those_behind_it
     until(lambda: cache_of(server).handed_over == 0)
 
 
-def test_a_decode_engine_killed_while_it_loads_leaves_all_of_it_to_another(
+def test_a_prefill_engine_that_is_stopped_costs_the_same_and_nothing_is_lost_once_it_goes_on(
     tiny_llama: str, server: ServerProcess, engine: Engine, expected: dict[int, Answer]
+) -> None:
+    prompt = prompt_of(STOPPED)
+    with stopped(tiny_llama, server, "prefill", STOPPED) as child:
+        assert go_on(engine, prompt, len(prompt)) == (expected[STOPPED], STOPPED * CHUNK)
+        assert cache_of(server).counts.write_leases == 1
+        go_on_after(child)
+        assert_nothing_is_left_of(child.pid, server)
+    assert go_on(engine, prompt, len(prompt)) == (expected[STOPPED], len(prompt) - 1)
+    engine.assert_at_rest()
+    until(lambda: cache_of(server).handed_over == 0)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["killed", "stopped"])
+def test_a_decode_engine_that_is_gone_while_it_loads_leaves_all_of_it_to_another(
+    tiny_llama: str, server: ServerProcess, engine: Engine, expected: dict[int, Answer], goes_on: bool
 ) -> None:
     prompt = prompt_of(DECODED)
     engine.ask([prompt], 1, extra_args={"kv_transfer_params": PREFILL})
-    assert cache_of(server).handed_over == 5
     with stopped(tiny_llama, server, "decode", DECODED) as child:
         assert cache_of(server).counts.read_leases > 0
-        child.kill()
-        child.wait()
+        if goes_on:
+            assert go_on(engine, prompt, len(prompt)) == (expected[DECODED], len(prompt) - 1)
+            go_on_after(child)
+        else:
+            child.kill()
+            child.wait()
         assert_nothing_is_left_of(child.pid, server)
     assert go_on(engine, prompt, len(prompt)) == (expected[DECODED], len(prompt) - 1)
     engine.assert_at_rest()
