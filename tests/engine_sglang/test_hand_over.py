@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from kv_testing.servers import free_port
 from kv_testing.wait import until
 
 LONG = [7 + (4211 * i) % 2000 for i in range(3000)]
-"""A prompt of many steps: `--chunked-prefill-size` below."""
+LATER = [8 + (4211 * i) % 2000 for i in range(1500)]
+"""Prompts of many steps: `--chunked-prefill-size` below."""
 FLAGS = [
     *("--device=cpu", "--attention-backend=torch_native", "--sampling-backend=pytorch", "--dtype=float32"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init", "--max-total-tokens=4096"),
@@ -75,9 +77,9 @@ class Pair:
             start_new_session=True,
         )
 
-    def ask(self, prompt: Sequence[int]) -> Answer | int:
-        """What the engine that decodes answers, or its status."""
-        body = {
+    def body(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Of a request, the same for both."""
+        return {
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
             "return_logprob": True,
@@ -86,14 +88,10 @@ class Pair:
             "bootstrap_room": next(_ROOMS),
         }
 
-        def post(port: int) -> requests.Response | None:
-            try:
-                return requests.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=120)
-            except requests.ConnectionError:  # it was killed
-                return None
-
+    def ask(self, prompt: Sequence[int]) -> Answer | int:
+        """What the engine that decodes answers, or its status."""
         with ThreadPoolExecutor(2) as both:
-            _, decoded = both.map(post, (self.prefill_port, self.decode_port))
+            _, decoded = both.map(partial(post, body=self.body(prompt)), (self.prefill_port, self.decode_port))
         assert decoded is not None
         if decoded.status_code != 200:
             print(decoded.text)  # shown if the test fails
@@ -107,6 +105,14 @@ class Pair:
         assert isinstance(answer, wire.Stated)
         (report,) = answer.report.caches
         return report
+
+
+def post(port: int, body: dict[str, Any]) -> requests.Response | None:
+    """None: it was killed."""
+    try:
+        return requests.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=120)
+    except requests.ConnectionError:
+        return None
 
 
 @contextmanager
@@ -164,10 +170,28 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 kill(first)
                 assert asked.result() == 500
             assert held < pair.cache().counts.chunks_resident < held + len(LONG) // PAGE
-            with ended(pair.prefill()):
+            with ended(second := pair.prefill()):
                 until(lambda: answers(pair.prefill_port), 300)
                 until(lambda: pair.ask(PROMPTS[3]) == reference[3], 60)
                 computed = pair.ask(LONG)  # what the first had stored is held already
+                assert_nothing_is_leased(pair.socket)
+
+                # So does one that is stopped there, which then goes on.
+                held, body = pair.cache().counts.chunks_resident, pair.body(LATER)
+                with ThreadPoolExecutor(2) as pool:
+                    pool.submit(post, pair.prefill_port, body)
+                    decoded = pool.submit(post, pair.decode_port, body)
+                    until(lambda: pair.cache().counts.chunks_resident > held, 60)
+                    os.killpg(second.pid, signal.SIGSTOP)
+                    try:
+                        failed = decoded.result(60)
+                        assert failed is not None and failed.status_code == 500
+                        assert pair.cache().counts.chunks_resident < held + len(LATER) // PAGE
+                    finally:
+                        os.killpg(second.pid, signal.SIGCONT)
+                assert pair.cache().counts.chunks_resident == held + -(-len(LATER) // PAGE)
+                until(lambda: pair.ask(PROMPTS[3]) == reference[3], 60)
+                later = pair.ask(LATER)
                 assert_nothing_is_leased(pair.socket)
 
                 # The control: what is read is what the server has.
@@ -180,7 +204,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 server = pair.serve()
                 until(lambda: pair.ask(PROMPTS[1]) == reference[1], 60)
                 requests.post(f"http://127.0.0.1:{pair.prefill_port}/flush_cache", timeout=30).raise_for_status()
-                assert pair.ask(LONG) == computed
+                assert (pair.ask(LONG), pair.ask(LATER)) == (computed, later)
                 assert_nothing_is_leased(pair.socket)
     finally:
         server.stop()
