@@ -18,10 +18,14 @@ from kv_sglang.transfer import (
     DecodePeer,
     DecodeReady,
     KVManager,
+    KVReceiver,
+    KVSender,
     PagesStored,
 )
 from kv_testing.fake_device import FakeDevice, FakeStream
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.observability.trace import TraceNullContext
 
 ROOM = 1
 HASHES = ("ab" * 32, "cd" * 32)
@@ -165,6 +169,60 @@ def test_blocks_of_a_request_that_has_ended_are_not_stored_as_the_pages_of_anoth
     job(SimpleNamespace(put=put))
     assert stored == []
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
+
+
+def side(kind: type[KVSender | KVReceiver], ours: KVManager) -> Any:
+    """A request's, as SGLang makes it; it polls and ends as SGLang's own."""
+    made = kind.__new__(kind)
+    made.kv_mgr, made.bootstrap_room, made.conclude_state, made._attempt = ours, ROOM, None, SECOND
+    made._owns_bootstrap_room, made.trace_ctx, made._early_send_wait_event = True, TraceNullContext(), None
+    return made
+
+
+def test_a_request_whose_number_another_one_has_ends_alone_and_its_blocks_are_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one's blocks would have been stored as the second one's pages, and stayed open after its end."""
+    ours, _ = prefilling(monkeypatch)
+    ours.deferred_bootstrap = None
+    first, second = side(KVSender, ours), side(KVSender, ours)
+    open_room(ours, ())
+    ours.close_room(ROOM)
+    first.name_pages(Names(HASHES, 0))
+    job = sent(ours)
+    second.name_pages(Names(OTHERS, 0))
+    assert (first.poll(), second.poll()) == (KVPoll.WaitingForInput, KVPoll.Failed)
+    second.send([4, 5])
+    with pytest.raises(KVTransferError, match="still has the same number"):
+        second.failure_exception()
+    stored: list[Sequence[str]] = []
+
+    def put(names: Names, _first: int, _slots: Sequence[int], is_wanted: Callable[[], bool]) -> str:
+        if is_wanted():
+            stored.append(names.hashes)
+        return ""
+
+    job(SimpleNamespace(put=put))
+    assert stored == [HASHES] and ours.request_status == {ROOM: KVPoll.Success}
+    ours._maybe_ack_drained_abort, ours._staging_ctx = lambda _room: None, None
+    first.clear()
+    assert ours._outgoing == {} and ours.failure_records == {}
+    second.name_pages(Names(OTHERS, 0))  # it has ended: whoever comes now is another one
+    assert ours._outgoing == {}
+
+
+def test_a_request_to_decode_whose_number_another_one_has_leaves_its_blocks_alone() -> None:
+    ours, first = decoding(attempt=FIRST)
+    second = side(KVReceiver, ours)
+    second.name_pages(Names(HASHES, 0))
+    ours.after_forward = Reached
+    ours.kv_args = SimpleNamespace(page_size=4)
+    second.send_metadata([7, 8], 0)
+    assert second.poll() == KVPoll.Failed and ours._incoming == {ROOM: first}
+    second.abort()
+    assert first.is_open and ours.request_status == {ROOM: KVPoll.WaitingForInput}
+    ours.close_room(ROOM)
+    assert not first.is_open and ours._incoming == {}
 
 
 def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() -> None:

@@ -7,7 +7,8 @@ Each side names the prompt's pages itself, from its own request, so no message c
 
 SGLang names a request by the number of its room, which a later request may be given while messages about the first are
 still on their way: a router may repeat a request with the same number. So the decode engine draws an attempt for each
-request, and every message about the request has it. What comes with another attempt is about an earlier request.
+request, and every message about the request has it. What comes with another attempt is about an earlier request. While
+an engine has the earlier request it refuses the later one, since SGLang keeps what it knows of both under that number.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -54,6 +55,7 @@ STATUS: Final = b"KV_STATUS"
 READY: Final = b"KV_READY"
 PAGES: Final = b"KV_PAGES"
 ABORTED: Final = b"KV_ABORTED"
+Room = TypeVar("Room", OutgoingRoom, IncomingRoom)
 _STATUS_FRAMES: Final = 5
 """SGLang's own: tag, room, status, rank, reason. The attempt follows them."""
 
@@ -239,9 +241,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     # The prefill engine's side.
 
-    def add_outgoing(self, room: int, names: Names) -> None:
-        with self._rooms:
-            self._outgoing[room] = OutgoingRoom(room, names)
+    def add_outgoing(self, room: int, names: Names) -> bool:
+        """False: an earlier request still has this number."""
+        return self._add(self._outgoing, room, OutgoingRoom(room, names))
 
     def _on_decode_message(self, message: Sequence[bytes]) -> None:
         if (aborted := DecodeAborted.read(message)) is not None:
@@ -421,9 +423,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         and a page that was in the cache before may have been rounded otherwise. The cache has its own checksums."""
         return False
 
-    def add_incoming(self, room: int, incoming: IncomingRoom) -> None:
-        with self._rooms:
-            self._incoming[room] = incoming
+    def add_incoming(self, room: int, incoming: IncomingRoom) -> bool:
+        """False: an earlier request still has this number."""
+        return self._add(self._incoming, room, incoming)
 
     def after_forward(self) -> Point:
         """The point at which the forward passes in flight are over. They compute the pages of a hand-over, or may still
@@ -532,6 +534,10 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     # Both sides.
 
+    def _add(self, rooms: dict[int, Room], number: int, room: Room) -> bool:
+        with self._rooms:
+            return rooms.setdefault(number, room) is room
+
     def close_room(self, room: int) -> None:
         """Call this before SGLang frees the request's blocks."""
         with self._rooms:
@@ -552,30 +558,45 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
 
 class _ClosesRoom:
-    """For both sides of a request: SGLang frees its blocks right after either of these calls."""
+    """For both sides of a request: SGLang frees its blocks right after either of these calls.
+
+    _owns_bootstrap_room: SGLang's own, False for a request that has been refused its number.
+    """
 
     kv_mgr: KVManager
     bootstrap_room: int
+    _owns_bootstrap_room: bool
 
     def fail(self, why: str) -> None:
         """End the request: SGLang aborts it when it polls next."""
         self.kv_mgr.record_failure(self.bootstrap_room, f"kv-sglang cannot hand over: {why}")
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
 
+    def refuse_number(self) -> None:
+        """End this request, and nothing of the earlier one that still has the number."""
+        self._owns_bootstrap_room = False
+        self.conclude_state = KVPoll.Failed
+        self.kv_mgr.record_failure(
+            self.bootstrap_room, "kv-sglang cannot hand over: an earlier request still has the same number"
+        )
+
     def clear(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().clear()  # type: ignore[misc]  # SGLang's class, which is next
+        if self._owns_bootstrap_room:
+            self.kv_mgr.close_room(self.bootstrap_room)
+            super().clear()  # type: ignore[misc]  # SGLang's class, which is next
 
     def abort(self) -> None:
-        self.kv_mgr.close_room(self.bootstrap_room)
-        super().abort()  # type: ignore[misc]
+        if self._owns_bootstrap_room:
+            self.kv_mgr.close_room(self.bootstrap_room)
+            super().abort()  # type: ignore[misc]
 
 
 class KVSender(_ClosesRoom, CommonKVSender):  # type: ignore[misc]
     """A request of the prefill engine."""
 
     def name_pages(self, names: Names) -> None:
-        self.kv_mgr.add_outgoing(self.bootstrap_room, names)
+        if self._owns_bootstrap_room and not self.kv_mgr.add_outgoing(self.bootstrap_room, names):
+            self.refuse_number()
 
 
 class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
@@ -609,8 +630,10 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         assert aux_index is not None
         ready = self.kv_mgr.after_forward()
         incoming = IncomingRoom(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
-        self.kv_mgr.add_incoming(self.bootstrap_room, incoming)
-        super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
+        if self.kv_mgr.add_incoming(self.bootstrap_room, incoming):
+            super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
+        else:
+            self.refuse_number()
 
     def _send_abort_notification(self, **_unused: Any) -> None:
         """Instead of SGLang's message, which does not tell this request from another with the same number."""
