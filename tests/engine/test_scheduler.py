@@ -12,6 +12,7 @@ from kv_core.service import LoadFailed
 from kv_vllm import connector
 from oracle import BLOCK_TOKENS, Oracle
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 pytestmark = pytest.mark.usefixtures("newer_runner")
 
@@ -341,9 +342,22 @@ def test_salts_and_adapters_never_meet(make: Make) -> None:
         assert loaded(oracle) == 192 * (number + 1)
 
 
-@pytest.mark.parametrize("stranger", [{"cache_salt": "\udcff"}, {"lora_request": LoRARequest("\udcff", 1, "/nowhere")}])
-def test_a_name_that_is_not_unicode_costs_its_own_request_the_cache_alone(make: Make, stranger: dict[str, Any]) -> None:
-    """As a name of a file may be, which a program makes a salt of."""
+def media(name: str, at: int) -> list[MultiModalFeatureSpec]:
+    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(at, 1))]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        {"cache_salt": "\udcff"},
+        {"lora_request": LoRARequest("\udcff", 1, "/nowhere")},
+        {"mm_features": media("\udcff", 1000)},
+        {"mm_features": media("a", 2**63)},
+    ],
+    ids=["salt", "adapter", "media", "place"],
+)
+def test_what_has_no_identity_costs_its_own_request_the_cache_alone(make: Make, stranger: dict[str, Any]) -> None:
+    """A name of a file need not be Unicode, of which a program makes a salt; a client may say where an image stands."""
     oracle = make()
     if lora := stranger.get("lora_request"):
         assert oracle.engine.weights is not None

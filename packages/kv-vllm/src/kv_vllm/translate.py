@@ -15,6 +15,7 @@ from kv_connect.halves.scheduler import QuietSteps, SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.request_options import chosen
 from kv_connect.turns import Turns
+from kv_core.errors import InputError
 from kv_core.hashing import Item
 from kv_tiers.settings import Settings
 
@@ -30,8 +31,8 @@ def request_reader(
     """Translates the `Request`s of one vLLM engine; a translation is valid for as long as its request lives. None if
     the request's content has no stable identity; `Unsure` if that is not known yet, and the engine has to ask again.
 
-    The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
-    place or whose files have not been read yet, and names that are not Unicode.
+    The following have none: prompts given as embeddings, streaming sessions with media, media at impossible places,
+    adapters that are reloaded in place or whose files have not been read yet, and names that are not Unicode.
 
     settings: the defaults of requests.
     engine: read anew at each call.
@@ -56,11 +57,12 @@ def request_reader(
             if not isinstance(identity_or_unsure, str):
                 return identity_or_unsure
             adapter = identity_or_unsure
-        salt, items = (
-            request.cache_salt or None,
-            tuple(_items(request.mm_features, engine_token, trusts_clients=settings.trust_media_hashes)),
-        )
-        if not _are_unicode(salt, adapter, *(item.content for item in items)):
+        salt = request.cache_salt or None
+        if not _are_unicode(salt, adapter):
+            return None
+        try:
+            items = tuple(_items(request.mm_features, engine_token, trusts_clients=settings.trust_media_hashes))
+        except InputError:  # a client may give them names and places
             return None
         params, controls = request.kv_transfer_params, default_controls
         if params is not None or request.kv_hints is not None:
@@ -82,10 +84,10 @@ def request_reader(
     return read
 
 
-def _are_unicode(*names: str | bytes | None) -> bool:
+def _are_unicode(*names: str | None) -> bool:
     """Whether these names are valid Unicode. A name that came from the system, such as a file's, need not be."""
     try:
-        "".join(name for name in names if isinstance(name, str)).encode()
+        "".join(filter(None, names)).encode()
     except UnicodeEncodeError:
         return False
     return True
