@@ -16,7 +16,7 @@ from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 from kv_tiers.settings import Settings
-from kv_vllm import translate
+from kv_vllm import connector, translate
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import replica_of, shards_of_ranks
@@ -186,6 +186,19 @@ def test_what_spreads_layers_or_tokens_is_an_error_at_start_that_says_what_to_wr
     spread.parallel_config = ParallelConfig(**parallel)
     with pytest.raises(ConfigError, match=why):
         KVTiersConnector(spread, KVConnectorRole.WORKER, KVCacheConfig(8, [], []))
+
+
+def test_a_server_that_refuses_the_scheduler_is_an_error_at_start(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would serve without the cache, and only its log say so."""
+
+    def refused(*_arguments: Any) -> None:
+        raise ConfigError("the server has caches of as many formats as it may")
+
+    monkeypatch.setattr(connector, "bind_scheduler", refused)
+    with pytest.raises(ConfigError, match="as many formats"):
+        KVTiersConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(8, [], []))
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def test_salts_and_adapters_never_meet(make: Make) -> None:
         {},
         {"cache_salt": "tenant b"},
         {"lora_request": LoRARequest("helper", 1, "/nowhere/a")},
-        {"lora_request": LoRARequest("helper", 1, "/nowhere/b")},
+        {"lora_request": LoRARequest("helper", 2, "/nowhere/b")},
         {"lora_request": LoRARequest("helper", 1, "/nowhere/a"), "cache_salt": "tenant b"},
     ]
     weights = oracle.engine.weights

@@ -19,6 +19,7 @@ TREATED: Mapping[str, set[str]] = {
         *("config_format", "dtype", "hf_config", "hf_config_path", "hf_overrides", "max_model_len", "model"),
         *("model_weights", "multimodal_config", "quantization", "revision", "seed"),
     },
+    "load_config": {"download_dir"},
     "cache_config": {"cache_dtype"},  # a part of every key by itself
     "": {
         *("attention_config", "cache_config", "load_config", "lora_config", "model_config", "parallel_config"),
@@ -40,7 +41,7 @@ LEAVES_KV_ALONE: Mapping[str, set[str]] = {
         "word_embeddings_untied_by_checkpoint",
     },
     "load_config": {
-        *("device", "download_dir", "pt_load_map_location", "safetensors_load_strategy"),
+        *("device", "pt_load_map_location", "safetensors_load_strategy"),
         *("safetensors_prefetch_block_size", "safetensors_prefetch_num_threads", "use_tqdm_on_load"),
     },
     "cache_config": {

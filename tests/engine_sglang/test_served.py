@@ -10,7 +10,15 @@ from kv_connect.identity import ServedModel, described, identify
 Served = Callable[..., ServedModel]
 
 TREATED = {
-    *("context_length", "decrypted_config_file", "dtype", "json_model_override_args", "kv_cache_dtype", "lora_paths"),
+    *(
+        "context_length",
+        "decrypted_config_file",
+        "download_dir",
+        "dtype",
+        "json_model_override_args",
+        "kv_cache_dtype",
+        "lora_paths",
+    ),
     *("model_config_parser", "model_path", "modelopt_checkpoint_restore_path", "quantization"),
     *("quantization_param_path", "revision", "weight_cache_mode"),
 }
@@ -23,7 +31,7 @@ OF_OTHER_NAMESPACES = {
 LEAVES_KV_ALONE = {
     # How the model is fetched and loaded.
     *("checkpoint_engine_wait_weights_before_ready", "custom_weight_loader", "decrypted_draft_config_file"),
-    *("delete_ckpt_after_loading", "download_dir", "engine_info_bootstrap_port", "is_embedding", "model_checksum"),
+    *("delete_ckpt_after_loading", "engine_info_bootstrap_port", "is_embedding", "model_checksum"),
     *("modelexpress_config", "modelopt_checkpoint_save_path", "modelopt_export_path", "trust_remote_code"),
     *("remote_instance_weight_loader_backend", "remote_instance_weight_loader_seed_instance_ip"),
     *("remote_instance_weight_loader_seed_instance_service_port", "startup_weight_load_mode"),

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from kv_connect.identity import (
     LiveKeySpace,
     LiveWeights,
     ServedModel,
+    Weights,
     identify,
     origins_of,
     sources_of,
@@ -421,6 +423,27 @@ def test_a_branch_that_moved_while_the_engine_loaded_it_names_nothing(
     assert moved is not None and moved.revision.startswith("engine-")
 
 
+def test_weights_in_a_directory_for_downloads_are_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache gets the configuration of a later commit at each start."""
+    in_cache, in_directory = "b" * 40, "a" * 40
+    monkeypatch.setattr(
+        identity, "_hub_file", lambda *_: tmp_path / f"cache/models--org--m/snapshots/{in_cache}/config.json"
+    )
+    repository = tmp_path / "downloads" / "models--org--m"
+    write(repository / "snapshots" / in_directory)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(in_directory)
+    for downloads, commit in (("downloads", in_directory), ("nothing here", in_cache)):
+        given = replace(served("org/m"), downloads=str(tmp_path / downloads))
+        draft = replace(served(tmp_path), dummy_seed=1, beside=[Beside("draft", "org/m", None, given.downloads)])
+        found, beside = identify(given, NOWHERE), identify(draft, NOWHERE)
+        assert found == Weights("org/m", f"commit-{commit}")
+        named = identify(replace(draft, beside=[Beside("draft", "org/m")]), NOWHERE)
+        assert (beside == named) == (commit == in_cache)
+
+
 def test_whoever_stops_waiting_stops_the_reading(tmp_path: Path, gate: Gate) -> None:
     stopped = threading.Event()
     stopped.set()
@@ -557,12 +580,22 @@ class TestAdapters:
     def test_an_adapter_is_its_bytes_its_scale_and_its_name(self, adapters: Adapters, tmp_path: Path) -> None:
         same = self.known(adapters, 1, "one", write(tmp_path / "a"))
         assert self.known(adapters, 2, "one", write(tmp_path / "b")) == same
-        assert self.known(adapters, 2, "two", tmp_path / "b") != same
+        assert self.known(adapters, 3, "two", tmp_path / "b") != same
         patch(write(tmp_path / "c") / "model.safetensors", 150_000)
         (write(tmp_path / "d") / "adapter_config.json").write_text('{"lora_alpha": 8}')
         (write(tmp_path / "e") / "adapter_config.json").write_text('{"lora_alpha": 16}')
-        others = {self.known(adapters, 3, "one", tmp_path / name) for name in "cde"}
+        others = {self.known(adapters, number, "one", tmp_path / name) for number, name in enumerate("cde", 4)}
         assert len(others | {same, None}) == 5
+
+    def test_two_with_one_number_are_not_told_apart(
+        self, adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The engine has one of them in its memory under that number, and takes it for both."""
+        assert self.known(adapters, 1, "one", write(tmp_path / "a")) is not None
+        assert self.known(adapters, 1, "two", write(tmp_path / "b")) is None
+        assert adapters.identity(1, "one", str(tmp_path / "a")) is None
+        assert "has the same number" in caplog.text
+        assert self.known(adapters, 2, "two", tmp_path / "b") is not None
 
     def test_files_that_change_while_it_is_served_leave_it_without_a_name(
         self, adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -115,7 +115,7 @@ def test_slots_that_a_client_may_be_writing_are_nobody_elses_after_a_restart(sav
 def test_a_client_that_copies_in_another_format_meanwhile_loses_no_slot_of_either(saved: Saved) -> None:
     """Its session of before is that of a pool that nobody has opened since."""
     cache = join_server(saved.home)
-    writing = cache.begin_store(key_chain(6, branch="w"), "w")
+    cache.begin_store(key_chain(6, branch="w"), "w")
     lose(cache)
     until(lambda: report_of(saved.home / "s").orphans == 1)
     saved.close()

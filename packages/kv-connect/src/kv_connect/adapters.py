@@ -102,6 +102,10 @@ class Adapters:
             if len(self._known) >= _MAX_ADAPTERS:
                 self._known.popitem(last=False)
             adapter = self._known[number, name, path] = _Adapter(name, path, time.time_ns())
+            for (known_number, _, _), known in list(self._known.items()):
+                if known_number == number and known is not adapter and not known.is_void:
+                    adapter.is_void = True
+                    self._void(known, f"adapter {name} at {path!r} has the same number, so either may be in its place")
         self._known.move_to_end((number, name, path))
         answer = self._answer(adapter, request_id)
         if not adapter.is_void and not adapter.is_queued:
@@ -206,7 +210,7 @@ class Adapters:
     def _void(self, adapter: _Adapter, why: str) -> None:
         adapter.is_void = True
         _log.warning(
-            "requests for adapter %s at %r are not cached: %s; load it under another path to have them cached",
+            "requests for adapter %s at %r are not cached: %s; load it under another number to have them cached",
             adapter.name,
             adapter.path,
             why,

@@ -61,11 +61,13 @@ class Beside:
 
     source: a directory, or a hub's name.
     revision: the hub's, None for its default.
+    downloads: as of `ServedModel`.
     """
 
     name: str
     source: str
     revision: str | None = None
+    downloads: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class ServedModel:
     read_config: the configuration as the engine read it. It counts only if the model's own file is not found.
     beside: other weights that determine the KV: a draft's, and those of adapters that the engine's own prefix hashes
         identify only by name.
+    downloads: the directory in which the engine was told to keep the hub's weights, where it looks first. Empty: the
+        hub's cache, which always has the configuration.
     """
 
     engine: str
@@ -91,6 +95,7 @@ class ServedModel:
     max_tokens: int = 0
     read_config: Mapping[str, object] = field(default_factory=dict)
     beside: Sequence[Beside] = ()
+    downloads: str = ""
 
 
 _UNIQUE: Final = "engine-"
@@ -169,22 +174,27 @@ class Origin:
     config: FileState | None = None
 
 
-Origins = Mapping[tuple[str, str | None], Origin]
-"""By source and revision."""
+Source = tuple[str, str | None, str]
+"""A directory, a file or a hub's name; its revision; and where it is downloaded to, as of `ServedModel`."""
+Origins = Mapping[Source, Origin]
 
 
-def origins_of(sources: Iterable[tuple[str, str | None]]) -> Origins:
-    """The places of these sources: directories, files or a hub's names, each with its revision. Reads no content.
+def origins_of(sources: Iterable[Source]) -> Origins:
+    """The places of these sources. Reads no content.
 
     Raises:
         OSError: a file cannot be examined.
     """
-    return {(source, revision): _origin_of(source, revision) for source, revision in sources}
+    return {source: _origin_of(*source) for source in sources}
 
 
-def sources_of(model: ServedModel) -> list[tuple[str, str | None]]:
+def source_of(weights: ServedModel | Beside) -> Source:
+    return weights.source, weights.revision, weights.downloads
+
+
+def sources_of(model: ServedModel) -> list[Source]:
     """All weights that determine the KV."""
-    return [(model.source, model.revision), *((extra.source, extra.revision) for extra in model.beside)]
+    return [source_of(weights) for weights in (model, *model.beside)]
 
 
 class LiveWeights:
@@ -374,7 +384,7 @@ def identify(
         HashingStoppedError: `stopped` was set.
     """
     origins = origins_of(sources_of(model)) if origins is None else origins
-    origin = origins[model.source, model.revision]
+    origin = origins[source_of(model)]
     if model.dummy_seed is not None:
         name, revision = model.source, f"dummy-{model.dummy_seed}"
     elif origin.commit:
@@ -385,7 +395,7 @@ def identify(
         return None
     extra_contents = []
     for extra in model.beside:
-        content = _content_of(extra.source, origins[extra.source, extra.revision], memory, stopped)
+        content = _content_of(extra.source, origins[source_of(extra)], memory, stopped)
         if content is None:
             return None
         extra_contents.append(f"{extra.name}@{content}")
@@ -396,12 +406,12 @@ def why_unsure(before: Origins | None, now: Origins) -> str:
     """Why it is not known which weights an engine has that loaded them in between; empty: it is."""
     if before is None:
         return "nothing was known of the model's files before the engine loaded them"
-    for (source, revision), origin in now.items():
-        earlier = before.get((source, revision))
+    for source, origin in now.items():
+        earlier = before.get(source)
         if earlier is None:
-            return f"nothing was known of the files of {source} before the engine loaded them"
+            return f"nothing was known of the files of {source[0]} before the engine loaded them"
         if earlier != origin:
-            return f"the files of {source} changed while the engine loaded them"
+            return f"the files of {source[0]} changed while the engine loaded them"
     return ""
 
 
@@ -420,7 +430,7 @@ def _content_of(path: str, origin: Origin, memory: DigestMemory, stopped: thread
     return content_digest(origin.files, memory, stopped=stopped) if origin.files else None
 
 
-def _origin_of(source: str, revision: str | None) -> Origin:
+def _origin_of(source: str, revision: str | None, downloads: str = "") -> Origin:
     path = Path(source)
     if source and path.exists():
         if (snapshot := _SNAPSHOT.search(source)) is not None:
@@ -435,7 +445,9 @@ def _origin_of(source: str, revision: str | None) -> Origin:
         )
     if not source:
         return Origin()
-    snapshot = _SNAPSHOT.search(str(_hub_file(source, revision) or _hub_file(source, revision, _ADAPTER)))
+    found = _downloaded(source, revision, downloads) if downloads else None
+    found = found or _hub_file(source, revision) or _hub_file(source, revision, _ADAPTER)
+    snapshot = _SNAPSHOT.search(str(found))
     return Origin(source, snapshot[2]) if snapshot else Origin()
 
 
@@ -499,6 +511,16 @@ def _hub_file(name: str, revision: str | None, file: str = "config.json") -> Pat
     except (ImportError, ValueError):  # not installed; or not a name that a hub has
         return None
     return Path(path) if isinstance(path, str) else None
+
+
+def _downloaded(name: str, revision: str | None, directory: str) -> str | None:
+    """The snapshot in this directory; None if not there."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(name, revision=revision, cache_dir=directory, local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not installed; not there; or not a name that a hub has
+        return None
 
 
 def _digest(described: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kv_connect.identity import Beside, ServedModel
+from kv_connect.identity import Beside, ServedModel, Source, source_of
 
 from kv_sglang.attach import Rank
 
@@ -82,16 +82,17 @@ def served_model(rank: Rank) -> ServedModel:
         max_tokens=int(model.context_len),
         read_config=read,
         beside=_beside(arguments),
+        downloads=arguments.download_dir or "",
     )
 
 
-def sources() -> list[tuple[str, str | None]]:
-    """All weights that determine the KV, as `sources_of` has them, with their revisions."""
+def sources() -> list[Source]:
+    """All weights that determine the KV, as `sources_of` has them."""
     from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
-    beside = [(extra.source, extra.revision) for extra in _beside(arguments)]
-    return [(_source_of_weights(arguments), arguments.revision), *beside]
+    of_model = _source_of_weights(arguments), arguments.revision, arguments.download_dir or ""
+    return [of_model, *map(source_of, _beside(arguments))]
 
 
 def _beside(arguments: Any) -> list[Beside]:
@@ -103,7 +104,7 @@ def _beside(arguments: Any) -> list[Beside]:
     beside = [Beside(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
     if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
         draft, revision = arguments.speculative_draft_model_path, arguments.speculative_draft_model_revision
-        beside.append(Beside("draft", str(draft), revision))
+        beside.append(Beside("draft", str(draft), revision, arguments.download_dir or ""))
     return beside
 
 

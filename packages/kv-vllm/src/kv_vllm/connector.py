@@ -457,6 +457,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._turns = turns_of(self._vllm_config.model_config)
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
                 self._steps = StepReader(self._vllm_config, self._scheduler)
+        except ConfigError:
+            self.shutdown()
+            raise  # the user can fix it, and should before the engine serves
         except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
             self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
@@ -472,7 +475,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._figures = CounterDeltas(self._worker.counts, OF_WORKER)
         except ConfigError:
             self.shutdown()
-            raise  # the user can fix it, and should before the engine serves
+            raise  # as where the scheduler's half starts
         except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
             self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
 
@@ -603,6 +606,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget everything about this request: it is no longer valid."""
         self._requests.pop(request_id, None)
         self._promised.forget(request_id)
+        self._trials.forget(request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request_id)
 

@@ -67,7 +67,8 @@ come from anywhere, so nothing here identifies them."""
 def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
     """The model that vLLM is to serve, and how. kv_scales: a digest of the scales of a quantised cache, if any."""
     model, draft = vllm_config.model_config, draft_model(vllm_config)
-    load_format = str(vllm_config.load_config.load_format)
+    load_format, downloads = str(vllm_config.load_config.load_format), vllm_config.load_config.download_dir or ""
+    draft_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or vllm_config.load_config
     # Weights that do not come from the configuration's directory (but from an object store, say) are named separately.
     source = str(getattr(model, "model_weights", "") or model.model)
     model_quantization = getattr(model.hf_config, "quantization_config", None)
@@ -93,7 +94,8 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
         },
         max_tokens=model.max_model_len,
         read_config=config,
-        beside=[Beside("draft", str(draft.model), draft.revision)] if draft else (),
+        beside=[Beside("draft", str(draft.model), draft.revision, draft_load.download_dir or "")] if draft else (),
+        downloads=downloads,
     )
 
 

@@ -104,6 +104,10 @@ class Trials:
         if self._suspects:
             self._found[request_id] = computed_tokens
 
+    def forget(self, request_id: str) -> None:
+        """It is over, perhaps before it got any blocks."""
+        self._found.pop(request_id, None)
+
     def allocated(self, request_id: str, blocks: Any, block_tokens: int) -> None:
         """vLLM has given these blocks to the request: those beyond what it found are filled before they are read."""
         if self._found and (found := self._found.pop(request_id, None)) is not None:
