@@ -4,11 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import COLD_HITS, ON_A_CORE_EACH, PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_server.process import launch
+from kv_sglang.lanes import LayerGate
+from kv_sglang.linker import KVLinker
 from kv_tiers import HostPool
 from one_engine import OneEngine
 
@@ -32,6 +35,21 @@ def engine(tiny_llama: str, reference: list[Answer], tmp_path_factory: pytest.Te
 
 class TestLinker(OneEngine):
     pool = POOL
+
+
+def test_loads_that_are_not_started_have_not_landed_and_are_never_written() -> None:
+    """SGLang would use what is in their slots, and their copies would come when others have these."""
+    linker, given_back = KVLinker.__new__(KVLinker), list[str]()
+    linker._loads = SimpleNamespace(start=None, give_all_back=lambda: given_back.append("all"), gate=LayerGate())
+    linker._attached = SimpleNamespace(figures=SimpleNamespace(off=lambda: None))
+
+    def failing() -> None:
+        raise RuntimeError("the device failed")
+
+    linker.record_offload_ready = failing
+    assert linker.start_layer_wise_loading() == -1
+    assert given_back == ["all"] and "the device failed" in linker.off
+    assert linker.finish_layer_wise_loading(-1) is False
 
 
 @pytest.mark.long

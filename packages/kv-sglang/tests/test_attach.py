@@ -1,5 +1,7 @@
 """A cache for each host pool, each with its part of the memory, and no page of one taken for another's."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +44,19 @@ def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..
     spaces = {store.keys(NAMES)[0].space_id for store in made.stores.values()}
     assert len(spaces) == 2
     made.close()
+
+
+def test_what_has_been_closed_hears_of_no_request_any_more(make_pool: Callable[..., Any]) -> None:
+    """Another may be attached in its place, and an arrival or a hint would count twice."""
+    made = attached(make_pool, "kv")
+    assert made.requests is not None
+    requests = weakref.ref(made.requests)
+    gc.disable()
+    try:
+        made.close()
+        assert requests() is None
+    finally:
+        gc.enable()
 
 
 def test_how_fast_the_engine_computes_decides_about_keys_and_values_alone(

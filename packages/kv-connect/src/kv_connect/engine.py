@@ -180,6 +180,8 @@ class Engine(OffSwitch):
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Stop loading and storing because of a fault of ours. (`refuse` sets only `off`, and records no fault.)"""
+        if why in self.faults:
+            return  # of a hook that is called even now, and fails in every step
         super().turn_off(why, error)
         self.faults.append(why)
         try:

@@ -194,7 +194,7 @@ def source_of(weights: ServedModel | Beside) -> Source:
 
 def sources_of(model: ServedModel) -> list[Source]:
     """All weights that determine the KV."""
-    return [source_of(weights) for weights in (model, *model.beside)]
+    return [source_of(model), *map(source_of, model.beside)]
 
 
 class LiveWeights:
@@ -513,12 +513,12 @@ def _hub_file(name: str, revision: str | None, file: str = "config.json") -> Pat
     return Path(path) if isinstance(path, str) else None
 
 
-def _downloaded(name: str, revision: str | None, directory: str) -> str | None:
+def _downloaded(name: str, revision: str | None, directory: str) -> Path | None:
     """The snapshot in this directory; None if not there."""
     try:
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(name, revision=revision, cache_dir=directory, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, cache_dir=directory, local_files_only=True))
     except (ImportError, OSError, ValueError):  # not installed; not there; or not a name that a hub has
         return None
 

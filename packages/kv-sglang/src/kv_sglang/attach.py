@@ -127,6 +127,9 @@ class Attached:
             bus.close()
         if self.server is not None:
             self.server.stop()
+        if self.requests is not None:  # else it would hear of requests for as long as no garbage is collected
+            self.requests.listeners.clear()
+            self.requests.arrivals.clear()
         self.stores, self.caches, self.buses, self.server = {}, {}, [], None
         self.watch = self.requests = self.prefill = self.turns = None
 

@@ -192,10 +192,13 @@ class LoadLane:
         self._batches.put((number, loads, ready))
         return number
 
-    def reset(self) -> None:
-        """Finish the loads that have started, and cancel the others."""
+    def give_all_back(self) -> None:
         for request in list(self._taken):
             self.give_back(request)
+
+    def reset(self) -> None:
+        """Finish the loads that have started, and cancel the others."""
+        self.give_all_back()
         self.gate.finish_all()
 
     def close(self) -> None:
@@ -219,9 +222,11 @@ class LoadLane:
                 landed = self._carry(number, loads)
             except Exception as error:  # noqa: BLE001  # the forward pass waits for the end of this batch
                 self._turn_off(f"pages could not be loaded: {error}", error)
-            for load in loads:
-                self._store.cache.end(load.holder)
-            self.gate.end(number, landed=landed)
+            try:
+                for load in loads:
+                    self._store.cache.end(load.holder)
+            finally:
+                self.gate.end(number, landed=landed)
 
     def _carry(self, number: int, loads: Sequence[_AdmittedLoad]) -> bool:
         store, pool = self._store, self._store.cache.pool

@@ -122,14 +122,19 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         pages = _pages(transfers)
         return self._loads.take(rid, pages.keys or [], pages.device_indices)
 
-    @guarded(always(-1), even_off=True)
+    def _not_started(self) -> int:
+        self._loads.give_all_back()
+        return -1
+
+    @guarded(_not_started, even_off=True, last_resort=-1)
     def start_layer_wise_loading(self) -> int:
         # A slot may be one of a request that has ended, which the forward pass in flight still writes to.
         return self._loads.start(self.record_offload_ready())
 
     @guarded(always(False), even_off=True)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self._loads.gate.finish(counter_index)
+        # SGLang asks about -1 where it has loads that were to start, and did not.
+        return counter_index >= 0 and self._loads.gate.finish(counter_index)
 
     @guarded(always(False), even_off=True)
     def cancel_queued_load(self, rid: str) -> bool:

@@ -305,7 +305,7 @@ class RequestPages:
                     store = controls.store and number * self._page_tokens <= storable
                     self._pages[page] = _Page(replace(controls, store=store), after)
                     self._pages.move_to_end(page)
-                elif (before := self._pages.get(page)) is not None:
+                elif (before := self._pages.get(page)) is not None:  # whose request may be generating still
                     self._pages[page] = _Page(NO_CONTROLS, before.after)
             self._trim()
 

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 from kv_core.coverage import ChunkShape
 from kv_core.device import FileRead, FileReader
-from kv_core.errors import ConfigError, TierDown
+from kv_core.errors import ConfigError
 from kv_core.format import is_quantised_kind
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
@@ -193,7 +193,7 @@ class DirectReads:
     def _lease(self, leased: _Leased) -> None:
         try:
             leased.lease = self._files.lease_extents(leased.keys)
-        except TierDown as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is: a lookup waits for the answer
             _log.warning("tier %s: no file can be leased, so chunks are promoted: %s", self.tier, error)
         extents: list[FileExtent] = []
         # What was forgotten before this lease was known to `forget` is hidden by the lane by now.
