@@ -239,6 +239,7 @@ def end_inherited_leases(cache: LocalCache) -> None:
     leases = cache.parts.leases
     with cache.parts.host.lock:
         reads, writes, _ = leases.entries()
-    for lease in (*reads, *writes):
+    both: list[ReadEntry | WriteEntry] = [*reads, *writes]
+    for lease in both:
         if lease.number <= leases.restored_upto and not _OF_A_SESSION.fullmatch(lease.holder):
             release(cache, lease, ends_holds=False)
