@@ -40,9 +40,10 @@ from typing import Any, Final, NoReturn
 _REAL: Final[Callable[..., int]] = subprocess._fork_exec  # type: ignore[attr-defined]
 _flags: Final[Callable[[], list[str]]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
 _SPAWNED: Final = "from multiprocessing.spawn import spawn_main"
+_DEMO: Final = Path(__file__).parents[2] / "demo"
 _SCRIPTS: Final = {str(Path(__file__).with_name(f"{name}.py")) for name in (
     "killed", "killed_handover", "one_model", "second_node",
-)}  # fmt: skip
+)} | {str(_DEMO / name) for name in ("blend.py", "on_vllm.py")}  # fmt: skip
 _IMPORTED: Final = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
