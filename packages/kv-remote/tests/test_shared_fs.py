@@ -202,6 +202,24 @@ class TestSharedFs(PersistentTierContract):
         assert self.loaded(keys) == [True, False, False, False]
         self.tier.probe()
 
+    def test_what_has_expired_makes_room_on_a_medium_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Otherwise hosts that may store nothing would never remove anything either."""
+        monkeypatch.setattr(shared_fs, "_REST_S", 0.0)
+        old = key_chain(3, branch="old")
+        self.store(old)
+        for key in old:
+            os.utime(self.tier._path(key), (0, time.time() - 2000))
+        tier = self.with_options(ttl_s=1000)  # that has written nothing yet
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwritev", full)
+        for number in range(40):
+            (outcome,) = tier.store(self.writes(key_chain(1, branch=f"new {number}")))
+            assert isinstance(outcome, Refused)
+        assert not self.files()
+
     @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
     def test_who_may_not_remove_is_told_and_goes_on_reading(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """A file system that is mounted read-only says so even for what is not there."""
@@ -473,8 +491,13 @@ class TestSharedFs(PersistentTierContract):
     def test_a_clock_that_was_ahead_and_is_set_back_ends_no_sweeping(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_fs, "_REST_S", 0.0)
         tier, real = self.with_options(ttl_s=1000), shared_fs.SharedFsTier._write
+
+        def write_ahead(its: SharedFsTier, *given: object) -> None:
+            real(its, *given)  # type: ignore[arg-type]
+            its._time_there += 1e9
+
         with monkeypatch.context() as ahead:
-            ahead.setattr(shared_fs.SharedFsTier, "_write", lambda *of: real(*of) + 1e9)
+            ahead.setattr(shared_fs.SharedFsTier, "_write", write_ahead)
             self.store(key_chain(2))
         old, later = key_chain(1, branch="old"), key_chain(3, branch="later")
         self.store(old)

@@ -17,6 +17,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_server.shrinking import shrink
+from kv_server.succession import saved_pool
 from kv_server.succession.channel import Channel
 from kv_server.succession.image import (
     CacheImage,
@@ -29,6 +30,7 @@ from kv_server.succession.image import (
 )
 from kv_server.succession.saved_pool import image_to_save
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
+from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import HostPool
@@ -273,6 +275,30 @@ def test_a_chunk_that_moves_counts_once() -> None:
     assert not cache.pool.above
     assert (len(leases[0].keys), len(cache.admin.resident_keys())) == (1, 7)
     machine.teardown()
+
+
+def test_nothing_is_overwritten_once_its_checksum_is_to_be_left_to_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that goes on while a server stops would have its bytes vouched for under the key that was there before."""
+    pool = HostPool.shared("p", CHUNK_BYTES, SLOTS)
+    cache = LocalCache(pool)
+    lease = cache.begin_store(key_chain(SLOTS), "w")
+    for key, extent in zip(lease.keys, lease.extents, strict=True):
+        pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+    cache.commit(lease)
+    monkeypatch.setattr("os.path.samestat", lambda *_: True)
+
+    def late(chunk: memoryview) -> bytes:
+        with pytest.raises(ClosedError):
+            cache.begin_store(key_chain(1, branch="late"), "job")
+        return checksum_of(chunk)
+
+    monkeypatch.setattr(saved_pool, "checksum_of", late)
+    (saved := tmp_path / "pool").touch()
+    index = image_to_save(saved, ((CHUNK_BYTES,), "f"), cache, ())
+    assert index is not None and len(index.checksums) == SLOTS
+    cache.close()
 
 
 def test_chunks_that_nobody_has_verified_are_verified_by_whoever_goes_on(tmp_path: Path) -> None:

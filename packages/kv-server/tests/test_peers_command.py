@@ -47,6 +47,30 @@ def test_who_was_revoked_stays_so_when_others_are(tmp_path: Path) -> None:
         assert len(list(load_pem_x509_crl(file.read_bytes()))) == 2
 
 
+def test_revoking_a_host_revokes_all_that_it_was_ever_given(tmp_path: Path) -> None:
+    """Whoever renews a certificate because its key has leaked would revoke the new one."""
+    from cryptography.x509 import load_pem_x509_certificate, load_pem_x509_crl
+
+    ours, serials = tmp_path / "p", set()
+    for _ in range(3):
+        assert run("init", str(ours), "a") == 0
+        serials.add(load_pem_x509_certificate((ours / "a" / "cert.pem").read_bytes()).serial_number)
+    assert run("revoke", str(ours), "a") == 0
+    revoked = load_pem_x509_crl((ours / "ca.pem").read_bytes())
+    assert {one.serial_number for one in revoked} == serials and len(serials) == 3
+
+
+def test_an_authority_whose_key_is_elsewhere_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = tmp_path / "p"
+    assert run("init", str(ours), "a") == 0
+    before = (ours / "ca.pem").read_bytes()
+    (ours / "ca.key").rename(tmp_path / "safe")
+    assert run("init", str(ours), "b") == 2 and "is missing" in capsys.readouterr().err
+    assert (ours / "ca.pem").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -9,7 +9,7 @@ waited for as configured.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Use = Literal["auto", "always", "never"]
@@ -46,6 +46,11 @@ class Costs:
     layerwise_tokens: int = 0
     before_tokens: int = 0
     measured_tokens: int = 0
+
+    def of_prompt(self, tokens: int) -> "Costs":
+        """The same engine's for another prompt, of which it has nothing."""
+        layerwise_tokens = tokens if self.layerwise_tokens else 0
+        return replace(self, computed_tokens=0, before_tokens=0, layerwise_tokens=layerwise_tokens)
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to compute these tokens, the last excluded; None: not known."""

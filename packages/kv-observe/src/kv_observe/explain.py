@@ -85,7 +85,8 @@ def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int)
     stated = cache.costs_of(columns[0][0].space_id)
     if stated is None:
         return None
-    costs = replace(stated[0], computed_tokens=0, before_tokens=0)
+    tokens = len(columns[0]) * stated[1].chunk_tokens
+    costs = stated[0].of_prompt(tokens)
     return weigh(cache, columns, held, costs, stated[1])
 
 

@@ -3,6 +3,7 @@
     ca.pem              its certificate and its list of revoked certificates
     ca.key              its key: whoever has it can be any host
     NAME/ca.pem cert.pem key.pem      what the host of this name gets
+    NAME/serials        of all certificates that were issued for it
 
 Files are replaced as a whole, so an interrupted call leaves the ones of before.
 """
@@ -25,6 +26,7 @@ _AUTHORITY_DAYS: Final = 3650
 _EARLIER: Final = timedelta(hours=1)
 """Certificates are valid from this long ago, because clocks differ."""
 _NAME: Final = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kv-server peers")])
+_SERIALS: Final = "serials"
 _REMEDY: Final = "name a directory of your own"
 
 
@@ -37,13 +39,15 @@ class Authority:
         self._directory = directory
         key_file, ca_file = directory / "ca.key", directory / "ca.pem"
         if not key_file.exists():
+            if ca_file.exists():
+                raise ConfigError(f"{key_file}, the key of {ca_file}, is missing: put it there meanwhile")
             if not create:
                 raise ConfigError(f"{directory} has no authority; `kv peers init {directory} HOST` makes one")
             own_directory(directory, _REMEDY, parents=True)
             self._key = ec.generate_private_key(ec.SECP256R1())
             self._certificate, self._revoked = self._self_signed(), self._list([])
-            _replace(ca_file, self._public())
             _replace(key_file, _pem(self._key), mode=0o600)
+            _replace(ca_file, self._public())
             return
         try:
             key = load_pem_private_key(read_secret(key_file, "the authority's key"), None)
@@ -68,19 +72,24 @@ class Authority:
         )
         host = self._directory / names[0]
         own_directory(host, _REMEDY)
+        certificate = made.sign(self._key, SHA256())
+        with (host / _SERIALS).open("a") as serials:
+            serials.write(f"{certificate.serial_number}\n")
         _replace(host / "key.pem", _pem(key), mode=0o600)
-        _replace(host / "cert.pem", made.sign(self._key, SHA256()).public_bytes(Encoding.PEM))
+        _replace(host / "cert.pem", certificate.public_bytes(Encoding.PEM))
         _replace(host / "ca.pem", self._public())
         return host
 
     def revoke(self, name: str) -> list[Path]:
-        """Revoke the certificate in the directory of this name; returns all `ca.pem`, which say so from now on. Raises
+        """Revoke all certificates issued for this name; returns all `ca.pem`, which say so from now on. Raises
         `InputError`: there is no such certificate."""
+        host = self._directory / name
         try:
-            certificate = x509.load_pem_x509_certificate((self._directory / name / "cert.pem").read_bytes())
+            certificate = x509.load_pem_x509_certificate((host / "cert.pem").read_bytes())
+            issued = {int(serial) for serial in (host / _SERIALS).read_text().split()}
         except (OSError, ValueError) as error:
             raise InputError(f"{self._directory} has no certificate of {name}: {error}") from None
-        serials = {revoked.serial_number for revoked in self._revoked} | {certificate.serial_number}
+        serials = {revoked.serial_number for revoked in self._revoked} | {certificate.serial_number} | issued
         self._revoked = self._list(sorted(serials))
         files = [self._directory / "ca.pem", *sorted(self._directory.glob("*/ca.pem"))]
         for file in files:

@@ -297,9 +297,10 @@ class RedisTier:
         return Unstorable(f"{why}, though it answers otherwise ({self._size_and_remedy(write)})")
 
     def _is_too_large(self, write: Write) -> bool:
-        if self._too_large is not None and self._clock.now_s() >= self._too_large[1]:
-            self._too_large = None
-        return self._too_large is not None and self._largest_value(write) >= self._too_large[0]
+        limit = self._too_large  # another thread may change it meanwhile
+        if limit is None or self._clock.now_s() >= limit[1]:
+            return False
+        return self._largest_value(write) >= limit[0]
 
     def _largest_value(self, write: Write) -> int:
         pieces = self._pieces_for(write.stored_bytes)

@@ -452,6 +452,7 @@ class SharedFsTier:
                 break
             except OSError as error:
                 if error.errno in _FULL:
+                    self._sweep_some()  # what has expired may be all that fills it
                     self._full = f"{self._root}: {error.strerror}"
                     return Refused(self._full)
                 if error.errno in _OF_THE_CHUNK:
@@ -467,14 +468,14 @@ class SharedFsTier:
         """Write the file under its final name."""
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            self._time_there = self._write(temporary, write) - time.monotonic()
+            self._write(temporary, write)
             os.replace(temporary, path)
         except BaseException:
             self._forget(temporary)
             raise
 
-    def _write(self, temporary: str, write: Write) -> float:
-        """Write the whole file, durably. Returns the time by the file system's clock."""
+    def _write(self, temporary: str, write: Write) -> None:
+        """Write the whole file, durably."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             file = os.open(temporary, flags, self._file_mode)
@@ -482,6 +483,7 @@ class SharedFsTier:
             self._make_directories(os.path.dirname(temporary))
             file = os.open(temporary, flags, self._file_mode)
         try:
+            self._time_there = os.fstat(file).st_mtime - time.monotonic()
             if self._config.mode == "group":
                 os.fchmod(file, self._file_mode)  # whatever the umask
             code = self._code(write.header, write.payload) if self._key else b""
@@ -496,7 +498,6 @@ class SharedFsTier:
             if not self._is_trusted(status):  # the file system gives files to users and groups of its own choice
                 mode, owner = stat.S_IMODE(status.st_mode), f"user {status.st_uid} and group {status.st_gid}"
                 raise PermissionError(errno.EPERM, f"files made there are of {owner}, mode {mode:04o}: not served")
-            return status.st_mtime
         finally:
             os.close(file)
 

@@ -18,6 +18,7 @@ from typing import Final
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError
 from kv_core.log import limited_logger
+from kv_core.service import CacheCounts
 from kv_remote.host_port import HostPort
 from kv_tiers import chunk_header
 from kv_tiers.build import build_local_cache
@@ -280,9 +281,9 @@ class Caches:
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""
-        path = self._saved_path(wanted)
+        path, counts = self._saved_path(wanted), cache.counts()
         saved = None if path is None else image_to_save(path, wanted, cache, orphans)
-        if _close(cache) and path is not None and saved is not None:
+        if _close(cache, counts) and path is not None and saved is not None:
             write_index(path, saved)
 
     def _build(self, wanted: Format, handed_over: InheritedPool | None = None) -> LocalCache:
@@ -339,9 +340,8 @@ def why_not_passed_on(caches: Caches) -> str:
     return "it is frozen: end that first (kv freeze --end)" if caches.is_frozen else ""
 
 
-def _close(cache: LocalCache) -> bool:
+def _close(cache: LocalCache, counts: CacheCounts) -> bool:
     """Complete pending spills, and log what the cache achieved. False: a tier may still use the pool."""
-    counts = cache.counts()
     _log.info(
         "the KV cache is closed: %d lookups found %d of %d chunks, and %d chunks entered the pool",
         counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,

@@ -7,7 +7,7 @@ since. That is accurate while an engine spends its time on prompts; requests tha
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
@@ -141,7 +141,7 @@ def estimate(
     held = explain(cache, None, columns, 0.0).held
     if served.costs is None:
         return EngineEstimate(served.engine, shape.chunk_tokens, held, held, queue_s, None, None, None)
-    costs = replace(served.costs, computed_tokens=0, before_tokens=0)
+    costs = served.costs.of_prompt(tokens)
     choice = weigh(cache, columns, held, costs, shape)
     loaded_tokens = choice.chunks * shape.chunk_tokens
     load_s = choice.load_s if choice.chunks else 0.0

@@ -670,7 +670,13 @@ class SchedulerHalf:
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
             costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
             if own_tokens := own_chunks * shape.chunk_tokens:
-                costs = replace(costs, computed_tokens=computed_tokens - own_tokens, before_tokens=own_tokens)
+                computed_tokens, layerwise_tokens = computed_tokens - own_tokens, max(0, layerwise_tokens - own_tokens)
+                costs = replace(
+                    costs,
+                    computed_tokens=computed_tokens,
+                    before_tokens=own_tokens,
+                    layerwise_tokens=layerwise_tokens,
+                )
         plan = self._service.lookup(
             keys,
             self._holder(request.request_id),

@@ -59,23 +59,23 @@ class DoneEvent:
 class LentEvent:
     """An event that C has recorded. Nobody has to make another when this is no longer needed."""
 
-    __slots__ = ("_event", "_spare", "handle")
+    __slots__ = ("_spare", "handle", "lent")
 
-    def __init__(self, event: CopyEvent, handle: int, spare: list[tuple[CopyEvent, int]]) -> None:
+    def __init__(self, lent: CopyEvent, handle: int, spare: list[tuple[CopyEvent, int]]) -> None:
         """spare: where the event goes then."""
-        self._event, self.handle, self._spare = event, handle, spare
+        self.lent, self.handle, self._spare = lent, handle, spare
 
     def __del__(self) -> None:
-        self._spare.append((self._event, self.handle))
+        self._spare.append((self.lent, self.handle))
 
     def done(self) -> bool:
-        return self._event.done()
+        return self.lent.done()
 
     def wait(self) -> None:
-        self._event.wait()
+        self.lent.wait()
 
     def hold_engine(self) -> None:
-        self._event.hold_engine()
+        self.lent.hold_engine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ class CudaQueue:
         return CudaEvent(event, self._device)
 
     def follow(self, event: CopyEvent) -> None:
+        while isinstance(event, LentEvent):
+            event = event.lent
         if isinstance(event, CudaEvent):
             self._stream.wait_event(event.event)
 

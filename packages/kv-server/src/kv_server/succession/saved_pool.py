@@ -95,7 +95,8 @@ def restore_saved(cache: LocalCache, index: SavedIndex) -> None:
 
 
 def image_to_save(path: Path, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage]) -> SavedIndex | None:
-    """What a server that stops leaves to the next, before its cache is closed. None: nothing."""
+    """What a server that stops leaves to the next. None: nothing. From then on the cache takes nothing new: a slot that
+    is overwritten before its checksum is taken would have the checksum of another chunk's bytes."""
     try:
         if not os.path.samestat(os.fstat(cache.pool.descriptor), path.stat()):
             return None  # taken over from a server whose pool had another name, or none
@@ -103,6 +104,7 @@ def image_to_save(path: Path, wanted: Format, cache: LocalCache, orphans: Sequen
         pool = passed.pool_image()
         with cache.parts.host.lock:
             image = passed.cache_image()
+            cache.parts.host.stop()
     except (OSError, TierDown) as error:
         _log.warning("the next server finds pool %s empty: %s", path.name, error)
         return None
