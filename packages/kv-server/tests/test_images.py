@@ -141,6 +141,10 @@ class PassedOn(RuleBasedStateMachine):
     def forget(self, branch: int, length: int) -> None:
         self.cache.forget(self.keys(branch, length))
 
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+
     @rule(branch=branches, length=lengths, name=st.sampled_from("xy"), unpins=st.booleans())
     def pin(self, branch: int, length: int, name: str, unpins: bool) -> None:
         if unpins:
@@ -219,6 +223,7 @@ class PassedOn(RuleBasedStateMachine):
             cache.admin.tenants(),
             cache.holds.chunks,
             cache.holds.until_s(),
+            cache.cleared_for_s(),
             cache.changes_since(self.upto),
             cache.pool.slots_used,
         )
@@ -232,7 +237,8 @@ class PassedOn(RuleBasedStateMachine):
             assert changes.is_whole
             self.upto = changes.upto
             for change in changes.changes:
-                self.found = self.found | set(change.keys) if change.entered else self.found - set(change.keys)
+                left = set(change.keys) or self.found  # none are named where all have left
+                self.found = self.found | set(change.keys) if change.entered else self.found - left
             assert self.found == set(self.cache.admin.resident_keys())
 
     def teardown(self) -> None:

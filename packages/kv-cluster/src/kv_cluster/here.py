@@ -3,7 +3,6 @@
 All else that they ask for, a server's own HTTP has. A request is about one tenant's chunks.
 """
 
-import math
 import threading
 import time
 from collections import Counter
@@ -63,12 +62,11 @@ class DroppedHere(msgspec.Struct, frozen=True):
 class AllCleared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Every server was cleared of a tenant, a prefix or (neither is given) everything.
 
-    tenant: its tag, hex. ago_s: since when they have been, at the earliest.
+    tenant: its tag, hex.
     """
 
     tenant: Annotated[str, spelled_as(rf"([0-9a-f]{{{2 * TENANT_BYTES}}})?", "a tag, or nothing")] = ""
     keys: Annotated[list[Key], Meta(max_length=MAX_KEYS)] = []
-    ago_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
 
 
 class ReadsPeers(msgspec.Struct, frozen=True):
@@ -143,10 +141,9 @@ def drop_here(moves: Moves, view: ServerView, body: DropRequest) -> DroppedHere:
 def all_cleared(view: ServerView, body: AllCleared) -> ReadsPeers:
     caches, keys = view.caches().values(), keys_of(body.keys)
     tenants = {bytes.fromhex(body.tenant)} if body.tenant else set()
-    began_s = math.inf if tenants or keys else time.monotonic() - body.ago_s
     tiers = [tier for cache in caches for _, tier in cache.lower.tiers_that(PeersTier)]
     for tier in tiers:
-        tier.all_cleared(began_s, tenants, keys)
+        tier.all_cleared(tenants, keys)
     return ReadsPeers(len(tiers))
 
 

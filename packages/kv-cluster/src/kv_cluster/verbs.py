@@ -297,17 +297,15 @@ class Fleet:
     ) -> list[MemberOutcome]:
         """A server that was cleared does not read of others what they may have from before. Once all have been cleared,
         have them read each other again."""
-        began_s = time.monotonic()
         outcomes = self._each(members, clear)
         if set(members) != set(self.states) or not all(outcome.done for outcome in outcomes):
             return outcomes
-        body = {**what, "ago_s": time.monotonic() - began_s + _GRACE_S}
 
         def read_again(member: Member) -> Did:
             return (
                 True,
                 "",
-                msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", body, ReadsPeers)),
+                msgspec.to_builtins(self._client.post(member, "/endpoints/cluster/cleared", what, ReadsPeers)),
             )
 
         again = self._each(members, read_again)

@@ -410,7 +410,7 @@ class CacheServer:
         was copying and which it still has."""
         for other in self._connections.all():
             # A client that gave its connection up may be back before we have seen the old one close.
-            if request.resume and other.token == request.resume:
+            if request.resume and other.token == request.resume and other is not client:
                 self._connections.drop(other)
         name = f"{self._run}.{client.number}"
         for orphan in self._orphans.take(request.resume):

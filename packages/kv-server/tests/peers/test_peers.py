@@ -245,6 +245,29 @@ def test_what_was_cleared_here_counts_again_when_the_peer_was_cleared_later(
     assert tier.holds(keys) == [False, False]
 
 
+def test_what_takes_a_tiers_place_reads_no_more_than_it_did(ending: ExitStack, peer: ThreadedServer) -> None:
+    """After a live upgrade, or one that came to nothing. Once all hosts are cleared, those too that have been restarted
+    since, and never cleared, are read again."""
+    old, alone = key_chain(2), key_chain(1, branch="alone")
+    ours, theirs = key_chain(1, salt="ours"), key_chain(1, salt="theirs")
+    for keys in (old, alone, ours, theirs):
+        put(peer, keys)
+    everything = [*alone, *ours, *theirs]
+    tier = tier_of(ending, address_of(peer))
+    assert all(tier.holds([*old, *everything]))
+    tier.discard(alone)
+    tier.clear_tenant(ours[0].tenant)
+    later = tier_of(ending, address_of(peer))
+    later.remove(tier.removed())
+    assert later.holds(everything) == [False, False, True]
+    tier.clear()
+    last = tier_of(ending, address_of(peer))
+    last.remove(tier.removed())
+    assert not any(last.holds([*old, *everything]))
+    last.all_cleared(set(), [])
+    assert last.holds(old) == [True, True]
+
+
 def test_a_host_whose_word_cannot_be_told_from_our_clear_is_doubted_at_once(
     ending: ExitStack, peer: ThreadedServer
 ) -> None:

@@ -264,6 +264,22 @@ class ShowsProgress(Protocol):
     been taken, on any thread."""
 
 
+Removed = tuple[float | None, list[bytes], list[ChunkKey]]
+"""What is not read from a tier any more: since when nothing that it had before, by the monotonic clock; the chunks of
+these tenants; and these."""
+
+
+@runtime_checkable
+class RemembersRemoved(Protocol):
+    """Optional capability of a `Tier` that others fill: what must not be read from it any more is known to it alone."""
+
+    def removed(self) -> Removed:
+        """To be passed to `remove` of the tier that takes the place of this one."""
+
+    def remove(self, removed: Removed) -> None:
+        """Before anything is read."""
+
+
 @runtime_checkable
 class TracksKeys(Protocol):
     """Optional capability of a `Tier` whose `holds` is local: reporting its contents, to announce them elsewhere."""

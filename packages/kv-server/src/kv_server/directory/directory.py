@@ -338,7 +338,7 @@ class Directory:
             while len(self._not_here) > _MAX_NOT_HERE:
                 self._not_here.popitem(last=False)
 
-    def cleared(self, cleared_s: float) -> None:
+    def cleared(self, cleared_s: float | None) -> None:
         self._mirror.cleared(cleared_s)
         self._repair_due.set()
 

@@ -183,9 +183,9 @@ class Mirror:
             for host in self._hosts.values():
                 host.last_seen_s = now_s
 
-    def cleared(self, cleared_s: float) -> None:
+    def cleared(self, cleared_s: float | None) -> None:
         """Our cache was cleared: only hosts that were cleared later are believed. All are queried for the time of their
-        last clear."""
+        last clear. None: all hosts have been cleared, so all are believed again."""
         with self._lock:
             self._cleared_s = cleared_s
             self._backoff.clear()

@@ -31,7 +31,7 @@ from kv_remote.staging import ReaderProcesses, StagedReader, next_place
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.options import read_options
-from kv_tiers.tier import Read, TierContext, TierUsage, Write, why_full
+from kv_tiers.tier import Read, Removed, TierContext, TierUsage, Write, why_full
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
@@ -385,20 +385,33 @@ class PeersTier:
             with self._lock:
                 self._hidden_tenants.discard(tenant)
 
+    def removed(self) -> Removed:
+        with self._lock:
+            return self._cleared_s, list(self._hidden_tenants), list(self._hidden)
+
+    def remove(self, removed: Removed) -> None:
+        self._cleared_s, tenants, keys = removed
+        self._hidden_tenants.update(tenants)
+        self._hidden.update(dict.fromkeys(keys))
+        if self._directory is not None and self._cleared_s is not None:
+            self._directory.cleared(self._cleared_s)
+
     def doubted(self, keys: Sequence[ChunkKey], cleared_for_s: float | None) -> set[ChunkKey]:
         """Those of the keys that are not read at a host that was cleared so long ago, as far as that decides."""
         with self._lock:
             is_believed = self._is_believed(time.monotonic() - _SURELY_EARLIER_S, cleared_for_s)
             return {key for key in keys if not is_believed or self._is_hidden(key)}
 
-    def all_cleared(self, began_s: float, tenants: set[bytes], keys: Sequence[ChunkKey]) -> None:
-        """Every host has been cleared of these, or was cleared after `began_s`: what they hold now is read again."""
+    def all_cleared(self, tenants: set[bytes], keys: Sequence[ChunkKey]) -> None:
+        """Every host has been cleared of these, or of everything: what they hold now is read again, that of hosts too
+        which have been restarted since and were never cleared."""
         with self._lock:
             self._hidden_tenants -= tenants
             for key in keys:
                 self._hidden.pop(key, None)
-            self._cleared_s = None if self._cleared_s is None else min(self._cleared_s, began_s)
-        if self._directory is not None and self._cleared_s is not None:
+            if not tenants and not keys:
+                self._cleared_s = None
+        if self._directory is not None:
             self._directory.cleared(self._cleared_s)
 
     def probe(self) -> None:

@@ -20,7 +20,7 @@ from kv_server.session import OrphanImage
 from kv_server.succession.image import CacheImage, PoolImage
 from kv_server.wire import Format
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """The version of all that is passed on: these messages, and what is in them."""
 
 _HEADER: Final = struct.Struct("<QI")

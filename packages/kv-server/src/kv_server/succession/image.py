@@ -16,6 +16,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.changes import Change, ChangeLog
 from kv_tiers.index.journal import Journal
 from kv_tiers.pool.directory import slots_least_worth_first
+from kv_tiers.tier import RemembersRemoved, Removed
 
 from kv_server.session import release
 from kv_server.wire import Format
@@ -52,6 +53,8 @@ class CacheImage:
     reads, writes, last_lease: the open leases, and the last number of one.
     pins, holds: slots by name, and until when each is held and retained.
     waiting, removals: by tier, what it is still to get and to remove.
+    removed: by tier, what it does not read any more of those that fill it.
+    cleared_s: when everything was cleared last.
     parts: of approximations, by slot.
     unverified: checksums of chunks that an earlier process left, by slot, as far as their bytes were not verified yet.
     moved: slots that are not at their places.
@@ -69,6 +72,8 @@ class CacheImage:
     holds: dict[int, tuple[float, float]]
     waiting: dict[str, list[tuple[int, ChunkKey, ChunkKey | None]]]
     removals: dict[str, tuple[bool, list[bytes], list[ChunkKey]]]
+    removed: dict[str, Removed]
+    cleared_s: float | None
     parts: dict[int, int]
     unverified: dict[int, bytes]
     moved: dict[int, int]
@@ -129,6 +134,8 @@ class Passed:
             parts.holds.until_s(),
             dict(zip(names, parts.lower.spills.waiting(), strict=True)),
             {lane.name: lane.removals() for lane in parts.lower.lanes},
+            {lane.name: lane.tier.removed() for lane in parts.lower.lanes if isinstance(lane.tier, RemembersRemoved)},
+            parts.host.cleared_s,
             {slot: one.parts for slot, one in parts.lower.upgrades.by_slot.items()},
             parts.host.unverified(),
             cache.pool.places.moved,
@@ -211,6 +218,10 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
         if image.record is not None:
             cache.events.log = ChangeLog.restored(*image.record)
             cache.events.on = True
+        host.cleared_s = image.cleared_s
+        for lane in parts.lower.lanes:
+            if lane.name in image.removed and isinstance(lane.tier, RemembersRemoved):
+                lane.tier.remove(image.removed[lane.name])
         host.adopted_parts.update(image.parts)
         host.doubt(image.unverified)
         shares.note_over()  # these settings may have other quotas, and another capacity

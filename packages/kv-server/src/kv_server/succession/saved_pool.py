@@ -112,7 +112,7 @@ def image_to_save(path: Path, wanted: Format, cache: LocalCache, orphans: Sequen
     pairs = [(key, slot) for key, slot in at_last.items() if slot >= 0]
     pool = replace(pool, keys=[key for key, _ in pairs], at=[slot for _, slot in pairs])
     unverified, view = image.unverified, cache.pool
-    image = replace(image, changed=[], waiting={}, removals={}, unverified={})
+    image = replace(image, changed=[], waiting={}, removals={}, removed={}, cleared_s=None, unverified={})
 
     def checksum(pair: tuple[ChunkKey, int]) -> bytes:
         key, slot = pair

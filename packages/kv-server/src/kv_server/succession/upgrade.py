@@ -71,12 +71,15 @@ class PassingOn(threading.Thread):
         _log.warning("no other process takes over from this server, which goes on: %s", why)
         self.channel.close()
         for passed in self._passed:
-            passed.end()
-            while not passed.cache.lower.pause(_CLOSING_S):
-                pass
-            if passed.cache.parts.host.is_open:
-                passed.cache.lower.reopen()
-                passed.cache.attach_tiers()
+            try:
+                passed.end()
+                while not passed.cache.lower.pause(_CLOSING_S):
+                    pass
+                if passed.cache.parts.host.is_open:
+                    passed.cache.lower.reopen()
+                    passed.cache.attach_tiers()
+            except Exception:  # noqa: BLE001  # the others, and the server, go on
+                _log.exception("tiers that were closed to be passed on stay closed")
         self._gone_on()
 
     def _is_taken(self) -> bool:

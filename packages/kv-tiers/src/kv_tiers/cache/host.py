@@ -160,6 +160,8 @@ class HostTier:
         self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
         self.is_open = True
         self.is_frozen = False
+        self.cleared_s: float | None = None
+        """When everything was cleared last, by the cache's clock; None: never."""
         """No chunk makes room for another: they find free slots, or none."""
         self.watcher: SlotWatcher | None = None
         self.adopted_parts: dict[int, int] = {}

@@ -81,7 +81,6 @@ class LocalCache:
         make_share_policy = default if share_policy is None else share_policy
         self._bounded = BoundedGroups() if bounded is None else bounded
         self._costs: dict[bytes, tuple[Costs, ChunkShape]] = {}
-        self._cleared_s: float | None = None
         shares = Shares(
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
@@ -419,13 +418,14 @@ class LocalCache:
             self._host.forget(self._index.forgettable())
             self.admin.unpin_forgotten()
             self.lower.clear()
-            self._cleared_s = self._clock.now_s()
+            self._host.cleared_s = self._clock.now_s()
             if self.events.on:
                 self.events.publish(events.Forgotten((), everything=True))
 
     def cleared_for_s(self) -> float | None:
         """How long ago everything was cleared; None: never."""
-        return None if self._cleared_s is None else self._clock.now_s() - self._cleared_s
+        cleared_s = self._host.cleared_s
+        return None if cleared_s is None else self._clock.now_s() - cleared_s
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()

@@ -52,7 +52,15 @@ from kv_tiers.lanes.jobs import (
 from kv_tiers.lanes.moving import FindCodec, Moving, Payloads, chunk_bytes, no_codec, refuse
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.threads import join_all, must_start
-from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, ShowsProgress, Tier, TierUsage
+from kv_tiers.tier import (
+    ClearsTenants,
+    Read,
+    RemembersRemoved,
+    RemovalRefusedError,
+    ShowsProgress,
+    Tier,
+    TierUsage,
+)
 from kv_tiers.tier_state import SERVING, Health, HealthTracker, LaneCounts, release_frames
 
 _log = limited_logger(__name__)
@@ -433,8 +441,11 @@ class Lane:
         """After `close`: make the tier again and go on with it. Raises `ConfigError`: it cannot be made, and stays
         closed."""
         assert self._make is not None
+        before = self.tier
         self.tier = self._moving.tier = self._make()
         self.tier.name = self.name
+        if isinstance(before, RemembersRemoved) and isinstance(self.tier, RemembersRemoved):
+            self.tier.remove(before.removed())
         with self._changed:
             self._running = Running(self._threads, self.tier, self._clock)
             self._tracker.is_closed = False
