@@ -234,6 +234,47 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
         assert why in engine.reports[0]["refused"]
 
 
+def in_the_pool() -> set[ChunkKey]:
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    return set(inner.cache.admin.resident_keys())
+
+
+def test_a_plan_that_is_refused_meets_nothing_blended(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    """Its salt is right, so vLLM's own cache has blended blocks for it. Nothing of it is stored either."""
+    fields = request_fields(SECOND.segments, tokens=len(SECOND.tokens), share=0.0)
+    plan = fields["kv_transfer_params"][KEY]
+    engine.blend([FIRST])
+    assert engine.blend([SECOND], fields=fields) != [exact[SECOND]]
+    held = in_the_pool()
+    wrong = {"kv_transfer_params": {KEY: plan | {"tokens": plan["tokens"] + 1}}}
+    for refused in (fields | wrong, fields | {"kv_transfer_params": {}}):
+        for _ in range(2):
+            assert engine.blend([SECOND], fields=refused) == [exact[SECOND]]
+            assert engine.hits == [0]
+        forget_own_blocks(engine)
+        engine.blend([SECOND], fields=fields)
+    assert in_the_pool() == held
+
+
+def test_a_plan_that_fails_meets_nothing_blended(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_blend.vllm.filling import Filler
+
+    engine.blend([FIRST])
+    assert engine.blend([SECOND], share=0.0) != [exact[SECOND]]
+    held = in_the_pool()
+
+    def fails(*_arguments: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(Filler, "_place", fails)
+    assert engine.blend([SECOND], share=0.0) == [exact[SECOND]]
+    assert "computed whole" in engine.reports[0]["refused"]
+    assert in_the_pool() == held
+
+
 @pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_attention"])
 def test_a_failure_at_any_step_costs_only_the_reuse(
     step: str, engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch

@@ -289,6 +289,11 @@ def _windows(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     return list(zip(*(tokens[at:] for at in range(_WINDOW)), strict=False))
 
 
+def is_marked(salt: str | None) -> bool:
+    """Whether the engine's own cache may have blended KV under this salt."""
+    return _MARK in (salt or "")
+
+
 def segment_salt(tenant: str) -> str:
     """The salt with which the keys of a tenant's segments begin. No exact request has it, unless it asks for it; and
     then it finds what it would compute, because a segment is stored as it is behind its context."""

@@ -1,7 +1,7 @@
 """`KVBlendConnector`: what `KVTiersConnector` does for exact requests, and blending for those that ask for it.
 
-An exact request passes through unchanged. One with a plan is invisible to the exact half, so that nothing of it is
-stored or looked up under an exact key.
+An exact request passes through unchanged. One with a plan, or with a plan's salt, is invisible to the exact half, so that
+nothing of it is stored or looked up under an exact key.
 """
 
 from collections.abc import Iterable
@@ -216,7 +216,7 @@ class KVBlendConnector(KVTiersConnector):
     @guarded(always((0, False)))
     def _match_blend(self, request: Any, computed: int) -> tuple[int | None, bool]:
         assert self._blend is not None
-        matched = self._blend.match(request.request_id, computed)
+        matched = self._blend.match(request, computed)
         return matched, bool(matched)
 
     @guarded(_refuse_request)
@@ -226,7 +226,10 @@ class KVBlendConnector(KVTiersConnector):
 
     @guarded(_without_steps, even_off=True)
     def _with_steps(self, exact: KVConnectorMetadata) -> KVConnectorMetadata:
-        if self._blend is None or not self._blend.is_loading:
+        if self._blend is None:
+            return exact
+        self._blend.make_exact()
+        if not self._blend.is_loading:
             return exact
         space = None if self._scheduler is None else self._scheduler.space
         return BlendMetadata(exact, self._blend.take_steps(), b"" if space is None else space.fingerprint)

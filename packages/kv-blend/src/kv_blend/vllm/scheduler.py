@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kv_blend.figures import BLEND_FIGURES
 from kv_blend.keys import SegmentKeys, keys_of_plan
-from kv_blend.plan import KEY, BlendPlan, Moved, read_plan
+from kv_blend.plan import KEY, BlendPlan, Moved, is_marked, read_plan
 
 _log = limited_logger(__name__)
 
@@ -129,13 +129,15 @@ class BlendScheduler:
         self._reports: dict[str, dict[str, Any]] = {}
         self._steps: list[BlendStep] = []
         self._loading: set[str] = set()
+        self._exact: list[Any] = []  # requests for which vLLM is to look up its own cache again
         self.counts = BlendCounts()
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def read(self, request: Any, space: KeySpace | None, why_not: str) -> bool:
-        """Whether this request is blended. why_not: why none can be; empty if they can."""
+        """Whether the exact half must not see this request: it is blended, or vLLM's own cache may have blended KV for
+        it, whose plan is refused. why_not: why none can be blended; empty if they can."""
         request_id = request.request_id
         if request_id not in self._requests:
             try:
@@ -145,14 +147,20 @@ class BlendScheduler:
                 self._reports[request_id] = {"refused": str(error)}
                 self.counts.blend_refused += 1
                 self._requests[request_id] = None
-        return self._requests[request_id] is not None
+        return self._requests[request_id] is not None or is_marked(request.cache_salt)
 
-    def match(self, request_id: str, computed: int) -> int | None:
-        """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being searched."""
+    def match(self, request: Any, computed: int) -> int | None:
+        """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being searched, or
+        what vLLM itself has of a request that is to be exact may be blended."""
+        request_id = request.request_id
         blended = self._requests[request_id]
-        assert blended is not None
+        if blended is None or blended.has_failed:
+            if computed:
+                self._exact.append(request)
+                return None
+            return 0
         offered = blended.step.plan.end - computed
-        if offered <= 0 or blended.has_failed:
+        if offered <= 0:
             return 0
         for number, segment in enumerate(blended.step.segments):
             if segment.place.end <= computed or blended.held[number] == len(segment.digests):
@@ -167,6 +175,13 @@ class BlendScheduler:
             self._refuse(blended, "nothing of the conversation before its edits is held; it was computed whole")
             return 0
         return offered
+
+    def make_exact(self) -> None:
+        """Have vLLM look up its own cache no more for requests that are to be exact. Not while it asks for a match: it
+        would then use what it has found."""
+        for request in self._exact:
+            request.skip_reading_prefix_cache = True
+        self._exact.clear()
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """The engine has allocated blocks for the offered tokens."""
@@ -232,7 +247,7 @@ class BlendScheduler:
 
     def _refuse(self, blended: _Blended, why: str) -> None:
         blended.report = {"refused": why}
-        blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
+        blended.has_failed = True
         self.counts.blend_refused += 1
 
     def _read(self, request: Any, space: KeySpace | None, why_not: str) -> _Blended | None:
