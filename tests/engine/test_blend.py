@@ -5,8 +5,9 @@ prompt of which everything is computed again, a segment that stands where it was
 not ask for blending.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import kv_blend.vllm.scheduler
@@ -255,6 +256,56 @@ def test_a_plan_that_is_refused_meets_nothing_blended(engine: Blending, exact: d
         forget_own_blocks(engine)
         engine.blend([SECOND], fields=fields)
     assert in_the_pool() == held
+
+
+def with_options(prompt: Prompt, **options: Any) -> dict[str, Any]:
+    fields = request_fields(prompt.segments, tokens=len(prompt.tokens), share=0.0)
+    fields["kv_transfer_params"]["kv_tiers"] = options
+    return fields
+
+
+def test_segments_follow_the_options_of_their_request(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    blend = engine.llm.llm_engine.engine_core.engine_core.scheduler.connector._blend
+    calls: list[dict[str, Any]] = []
+
+    def watched(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return call(*arguments, **options)
+
+    for name in ("lookup", "begin_store"):
+        monkeypatch.setattr(inner.cache, name, partial(watched, getattr(inner.cache, name)))
+    # What may not be stored is computed in its place.
+    held = in_the_pool()
+    for options in ({"store": False}, {"max_store_tokens": 100}):
+        assert engine.blend([FIRST], fields=with_options(FIRST, **options)) == [exact[FIRST]]
+        assert (engine.reports[0]["held_tokens"], in_the_pool()) == (0, held)
+        forget_own_blocks(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(blend, "_shape", replace(blend._shape, stores=False))
+        assert engine.blend([FIRST]) == [exact[FIRST]]
+        assert in_the_pool() == held
+    forget_own_blocks(engine)
+    # How it is searched and stored.
+    calls.clear()
+    engine.blend([FIRST], fields=with_options(FIRST, tiers=[], promote=False, retain_s=5, tags={"a": "b"}))
+    assert all(options["tiers"] == () for options in calls) and len(calls) == 8
+    assert [options["wait_for_promotion"] for options in calls[:4]] == [False] * 4
+    assert [options["retain_s"] for options in calls[4:]] == [5] * 4
+    for options, tokens in (({}, 0), ({"tags": {"a": "b"}}, 1171)):
+        engine.blend([SECOND], fields=with_options(SECOND, **options))
+        assert engine.reports[0]["held_tokens"] == tokens
+        forget_own_blocks(engine)
+    # Nothing is loaded.
+    for options in ({"load": False}, {"use": "never"}):
+        assert engine.blend([SECOND], fields=with_options(SECOND, **options)) == [exact[SECOND]]
+        assert "may load nothing" in engine.reports[0]["refused"]
+    monkeypatch.setattr(blend, "_shape", replace(blend._shape, loads=False))
+    assert engine.blend([SECOND], fields=with_options(SECOND)) == [exact[SECOND]]
+    assert "may load nothing" in engine.reports[0]["refused"]
 
 
 def test_a_plan_that_fails_meets_nothing_blended(

@@ -63,6 +63,11 @@ class Moved:
         """By how many positions they stand further on."""
         return self.first - self.source
 
+    @property
+    def source_end(self) -> int:
+        """Where they end in that text."""
+        return self.end - self.distance
+
 
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the caller asks for.

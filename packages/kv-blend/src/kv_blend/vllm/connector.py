@@ -1,7 +1,7 @@
 """`KVBlendConnector`: what `KVTiersConnector` does for exact requests, and blending for those that ask for it.
 
-An exact request passes through unchanged. One with a plan, or with a plan's salt, is invisible to the exact half, so that
-nothing of it is stored or looked up under an exact key.
+An exact request passes through unchanged. One with a plan, or with a plan's salt, is invisible to the exact half, so
+that nothing of it is stored or looked up under an exact key.
 """
 
 from collections.abc import Iterable

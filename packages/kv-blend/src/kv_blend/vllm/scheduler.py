@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 from kv_connect.figures import FIGURES, Figure
 from kv_connect.halves.request import RequestTokens
+from kv_connect.request_options import Controls
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
-from kv_core.service import CacheService, Ended
+from kv_core.service import CacheService, Ended, StoreOptions
 from kv_core.shape import ConnectShape
 from kv_vllm.stats import PromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -32,9 +33,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SegmentStep(SegmentKeys):
-    """One segment of a request. is_held: whether the cache had all of its chunks."""
+    """One segment of a request.
+
+    is_held: whether the cache had all of its chunks.
+    may_store: whether it may be computed behind its context and stored.
+    """
 
     is_held: bool = False
+    may_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class BlendStep:
     tokens: up to the last segment's end.
     computed: this many tokens at its start are in its blocks already.
     space_id, tenant: of the segments' keys.
+    storing: how segments that are computed are stored.
     """
 
     request_id: str
@@ -52,6 +59,7 @@ class BlendStep:
     segments: tuple[SegmentStep, ...]
     space_id: bytes
     tenant: bytes
+    storing: StoreOptions
     blocks: Sequence[int] = ()
     computed: int = 0
 
@@ -91,6 +99,7 @@ class _Blended:
     """A request with a plan.
 
     step: what the workers will be sent when its blocks are known.
+    controls: the request's options.
     keys: of each segment's chunks.
     held: for each segment, how many leading ones of these the cache has; None until that is known.
     promised: the segments that were looked up. What the pool has of one is promised while lower tiers are searched.
@@ -99,6 +108,7 @@ class _Blended:
     """
 
     step: BlendStep
+    controls: Controls
     keys: list[list[ChunkKey]]
     held: list[int | None]
     promised: set[int] = field(default_factory=set)
@@ -167,7 +177,13 @@ class BlendScheduler:
                 continue
             holder, keys = self._holder(request_id, number), blended.keys[number]
             blended.promised.add(number)
-            plan = self._cache.lookup(keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
+            plan = self._cache.lookup(
+                keys,
+                holder,
+                shape=self._shape.chunk,
+                wait_for_promotion=blended.controls.promote,
+                tiers=blended.controls.tiers,
+            )
             if plan.ended is Ended.PENDING:
                 return None
             blended.held[number] = plan.chunks
@@ -193,7 +209,7 @@ class BlendScheduler:
             # What exact requests have not stored of a conversation is computed in its place.
             part = each.leading(held or 0, self._shape.scheme.chunk_tokens) if plan.edits else each
             if part.place.end > max(part.place.first, computed):
-                segments.append(SegmentStep(part.place, part.digests, held == len(part.digests)))
+                segments.append(SegmentStep(part.place, part.digests, held == len(part.digests), each.may_store))
         self._loading.add(request_id)
         self._steps.append(replace(blended.step, blocks=tuple(blocks), computed=computed, segments=tuple(segments)))
 
@@ -273,19 +289,32 @@ class BlendScheduler:
             raise InputError(f"{KEY}: the question has tokens that the prompt does not have")
         tokens = list(request.all_token_ids[: plan.end])
         tag = tenant_tag(tenant) if tenant else NO_TENANT
-        exact = self._read_exact(request) if plan.edits else None
-        self._check(plan, tokens, exact)
-        tags = exact.controls.tags if isinstance(exact, RequestTokens) else {}
-        segments = keys_of_plan(plan, tokens, tenant, self._shape.scheme, tags)
+        exact = self._read_exact(request)
+        if not (self._shape.loads and isinstance(exact, RequestTokens) and exact.controls.load):
+            raise InputError(f"{KEY}: this request may load nothing, or this engine (kv_role)")
+        controls = exact.controls
+        self._check(plan, tokens)
+        segments = keys_of_plan(plan, tokens, tenant, self._shape.scheme, controls.tags)
         keys = [
             keys_in(space.fingerprint, each.digests, shards=range(self._shape.shards), tenant=tag) for each in segments
         ]
-        steps = tuple(SegmentStep(each.place, each.digests) for each in segments)
-        return _Blended(
-            BlendStep(request.request_id, plan, tokens, steps, space.fingerprint, tag), keys, [None] * len(keys)
-        )
 
-    def _check(self, plan: BlendPlan, tokens: Sequence[int], exact: Any) -> None:
+        def may_store(end: int) -> bool:
+            """Of an edited conversation nothing: its keys are exact requests' own."""
+            return self._shape.stores and not plan.edits and controls.storable(end) == end
+
+        steps = tuple(
+            SegmentStep(each.place, each.digests, may_store=may_store(each.place.source_end)) for each in segments
+        )
+        storing: StoreOptions = {
+            "tiers": controls.tiers,
+            "retain_s": controls.retain_ms / 1000,
+            "leaves_first": controls.is_demoted,
+        }
+        step = BlendStep(request.request_id, plan, tokens, steps, space.fingerprint, tag, storing)
+        return _Blended(step, controls, keys, [None] * len(keys))
+
+    def _check(self, plan: BlendPlan, tokens: Sequence[int]) -> None:
         """
         Raises:
             InputError: this engine cannot do what the plan says.
@@ -297,8 +326,6 @@ class BlendScheduler:
                     f"{KEY}: before its edits the conversation had {before} tokens, more than the {most} of the model "
                     "(max_model_len)"
                 )
-            if not isinstance(exact, RequestTokens) or not exact.controls.load:
-                raise InputError(f"{KEY}: this request may load nothing, so nothing of a conversation either")
             return
         longest, most = max(end - first for first, end in plan.segments) + plan.context_tokens, self._limits.tokens
         if longest > most:
