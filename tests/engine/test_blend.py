@@ -362,9 +362,20 @@ def test_chunks_forgotten_while_they_are_read_make_the_request_exact(
     assert engine.blend([SECOND]) == [exact[SECOND]]
 
 
-def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engine: Blending) -> None:
+def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(
+    engine: Blending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it is computed from then on."""
+    from kv_blend.vllm.forward import EngineForward
     from vllm import SamplingParams, TokensPrompt
 
+    compute, computed = EngineForward.compute, []
+
+    def counted(self: EngineForward, entries: Any) -> None:
+        computed.append(entries)
+        compute(self, entries)
+
+    monkeypatch.setattr(EngineForward, "compute", counted)
     fields = request_fields(FIRST.segments, tokens=len(FIRST.tokens))
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": fields["kv_transfer_params"]})
     prompt = TokensPrompt(prompt_token_ids=FIRST.tokens, cache_salt=fields["cache_salt"])
@@ -374,8 +385,11 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engin
         for _ in range(steps):
             core.step()
         core.abort_request([f"r{steps}"])
+        before = len(computed)
         until(lambda: (core.step(), not core.has_unfinished_requests())[1])
+        assert len(computed) == before
         forget_own_blocks(engine)
+    assert computed
     engine.blend([SECOND])
     assert engine.reports[0]["held_tokens"] == 1171
 
@@ -403,6 +417,12 @@ def test_a_request_that_is_aborted_while_lower_tiers_are_searched_leaks_nothing(
     core = engine.llm.llm_engine
     core.add_request("r", TokensPrompt(prompt_token_ids=SECOND.tokens, cache_salt=fields["cache_salt"]), sampling)
     core.step()
+    scheduler = core.engine_core.engine_core.scheduler
+    (request,) = scheduler.requests.values()
+    assert inner.cache.counts().read_leases == len(SECOND.segments)
+    # Nothing is promised once vLLM has all of it itself.
+    assert scheduler.connector._blend.match(request, SECOND.segments[-1][1]) == 0
+    assert inner.cache.counts().read_leases == 0
     core.abort_request(["r"])
     until(lambda: (core.step(), not core.has_unfinished_requests())[1])
-    assert searched and searched[0] > 0
+    assert len(searched) == len(SECOND.segments) and min(searched) > 0  # at once, not one after the other

@@ -44,7 +44,7 @@ def _lose_steps(self: "KVBlendConnector", sent: BlendMetadata) -> None:
     self._blend_lost |= {step.request_id for step in sent.steps}
 
 
-def _lose_all(self: "KVBlendConnector") -> tuple[set[str], set[str]]:
+def _lose_all(self: "KVBlendConnector", *_arguments: Any) -> tuple[set[str], set[str]]:
     lost, self._blend_lost = self._blend_lost, set()
     return set(), lost if self._blend_worker is None else lost | self._blend_worker.give_up()
 
@@ -114,7 +114,7 @@ class KVBlendConnector(KVTiersConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         exact = super().get_transfer_results(finished_req_ids)
-        finished, failed = self._advance_blend()
+        finished, failed = self._advance_blend(finished_req_ids)
         if not finished and not failed:
             return exact
         return KVConnectorTransferResults(
@@ -198,10 +198,10 @@ class KVBlendConnector(KVTiersConnector):
             self._blend_worker.give_up()
 
     @guarded(_lose_all, even_off=True)
-    def _advance_blend(self) -> tuple[set[str], set[str]]:
+    def _advance_blend(self, ended: set[str]) -> tuple[set[str], set[str]]:
         if self._blend_worker is None:
             return _lose_all(self)
-        finished, failed = self._blend_worker.advance(off=bool(self.off))
+        finished, failed = self._blend_worker.advance(ended, off=bool(self.off))
         lost, self._blend_lost = self._blend_lost, set()
         return finished, failed | lost
 

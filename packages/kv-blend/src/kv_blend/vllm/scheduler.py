@@ -171,7 +171,9 @@ class BlendScheduler:
             return 0
         offered = blended.step.plan.end - computed
         if offered <= 0:
+            self._release(request_id, blended)
             return 0
+        is_pending = False
         for number, segment in enumerate(blended.step.segments):
             if segment.place.end <= computed or blended.held[number] == len(segment.digests):
                 continue
@@ -185,8 +187,11 @@ class BlendScheduler:
                 tiers=blended.controls.tiers,
             )
             if plan.ended is Ended.PENDING:
-                return None
-            blended.held[number] = plan.chunks
+                is_pending = True
+            else:
+                blended.held[number] = plan.chunks
+        if is_pending:
+            return None
         if blended.step.plan.edits and not computed and not any(blended.held):
             self._refuse(blended, "nothing of the conversation before its edits is held; it was computed whole")
             return 0
