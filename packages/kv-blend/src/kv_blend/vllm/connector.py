@@ -65,6 +65,11 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
         "not all layers of its model keep the whole prefix (for sliding windows and chunked attention start it with "
         "--disable-hybrid-kv-cache-manager)": [str(group.coverage) for group in facts.groups] != ["all"],
         f"its chunks have the format {', '.join(facts.formats)}, not canonical": set(facts.formats) != {"canonical"},
+        "its KV cache has not the model's dtype (--kv-cache-dtype)": vllm_config.cache_config.cache_dtype
+        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        "vLLM's newer model runner computes its model (start it with VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            vllm_config.use_v2_model_runner
+        ),
     }
     return "; ".join(f"this engine does not blend: {reason}" for reason, holds in reasons.items() if holds)
 
