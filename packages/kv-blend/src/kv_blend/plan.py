@@ -231,8 +231,14 @@ def request_fields(
     tenant has; segments are shared within it only. engine: that the request is for.
 
     Raises:
-        InputError: the plan is invalid, or the tenant's salt too long.
+        InputError: the plan is invalid, the tenant's salt no text or too long, or the engine unknown.
     """
+    if engine not in FIELDS:
+        raise InputError(f"{KEY}: engine is {engine!r}; it can be {' or '.join(FIELDS)}")
+    if not isinstance(tenant, str):
+        raise InputError(
+            f"{KEY}: tenant is {tenant!r}; it is the text that an exact request has as cache_salt, or empty"
+        )
     try:
         plan = msgspec.convert({"tokens": tokens, "segments": segments, **options}, BlendPlan)
     except msgspec.ValidationError as error:
