@@ -116,6 +116,13 @@ class _Blended:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A request whose plan is refused."""
+
+    report: dict[str, Any]
+
+
 class BlendScheduler:
     """Used on vLLM's scheduler thread only."""
 
@@ -135,8 +142,7 @@ class BlendScheduler:
         self._limits = limits
         self._read_exact = read_exact
         self._name = name
-        self._requests: dict[str, _Blended | None] = {}  # None: without a plan, or with one that is refused
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._requests: dict[str, _Blended | _Refused | None] = {}  # None: without a plan
         self._steps: list[BlendStep] = []
         self._loading: set[str] = set()
         self._exact: list[Any] = []  # requests for which vLLM is to look up its own cache again
@@ -154,17 +160,16 @@ class BlendScheduler:
                 self._requests[request_id] = self._read(request, space, why_not)
             except InputError as error:
                 _log.warning("request %s is computed as if it had no plan: %s", request_id, error)
-                self._reports[request_id] = {"refused": str(error)}
+                self._requests[request_id] = _Refused({"refused": str(error)})
                 self.counts.blend_refused += 1
-                self._requests[request_id] = None
-        return self._requests[request_id] is not None or is_marked(request.cache_salt)
+        return isinstance(self._requests[request_id], _Blended) or is_marked(request.cache_salt)
 
     def match(self, request: Any, computed: int) -> int | None:
         """How many tokens beyond `computed` the workers will provide. None: lower tiers are still being searched, or
         what vLLM itself has of a request that is to be exact may be blended."""
         request_id = request.request_id
         blended = self._requests[request_id]
-        if blended is None or blended.has_failed:
+        if not isinstance(blended, _Blended) or blended.has_failed:
             if computed:
                 self._exact.append(request)
                 return None
@@ -207,7 +212,7 @@ class BlendScheduler:
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """The engine has allocated blocks for the offered tokens."""
         blended = self._requests[request_id]
-        assert blended is not None
+        assert isinstance(blended, _Blended)
         computed = blended.step.plan.end - external_tokens
         plan, segments = blended.step.plan, []
         for each, held in zip(blended.step.segments, blended.held, strict=True):
@@ -247,7 +252,7 @@ class BlendScheduler:
         """The workers have filled the request's blocks, or could not: then the engine computes all of it."""
         self._loading.discard(request_id)
         blended = self._requests.get(request_id)
-        if blended is None:
+        if not isinstance(blended, _Blended):
             return
         self._release(request_id, blended)
         if failed:
@@ -259,12 +264,10 @@ class BlendScheduler:
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns the report for its answer; None: it had no plan."""
-        blended = self._requests.pop(request_id, None)
-        refused = self._reports.pop(request_id, None)
-        if blended is not None:
-            self._release(request_id, blended)
-        report = refused if blended is None else blended.report
-        return None if report is None else {KEY: report}
+        request = self._requests.pop(request_id, None)
+        if isinstance(request, _Blended):
+            self._release(request_id, request)
+        return None if request is None else {KEY: request.report}
 
     def _refuse(self, blended: _Blended, why: str) -> None:
         blended.report = {"refused": why}
