@@ -190,20 +190,15 @@ def test_segments_follow_the_options_of_their_request(engine: Engine, exact: dic
         assert "with options by which it may load nothing cannot be blended" in report["refused"]
 
 
-def test_a_request_with_a_plans_salt_and_no_plan_stores_nothing(engine: Engine, exact: dict[Prompt, Answer]) -> None:
-    """SGLang's own cache may have blended pages for it."""
+def test_a_request_with_a_plans_salt_and_no_plan_stores_nothing(engine: Engine) -> None:
+    """It is given the same pages of segments, and computes others behind them."""
     blend(engine, [FIRST], share=0.0)
     (made,) = fields([SECOND], share=0.0)
-    assert engine.blend([SECOND.tokens], [made])[0] != [exact[SECOND]]
-    engine.ask([SECOND.tokens], cache_salt=[made["cache_salt"]])
-    engine.flush()
-    engine.ask([SECOND.tokens], cache_salt=["other"])
-    engine.flush()
-    hits = []
-    for salt in (made["cache_salt"], "other"):
-        engine.ask([SECOND.tokens], cache_salt=[salt])
-        hits.append(engine.hits)
-    assert hits[0] < hits[1]
+    engine.blend([SECOND.tokens], [made])
+    for _ in range(2):
+        engine.flush()
+        engine.ask([SECOND.tokens], cache_salt=[made["cache_salt"]])
+        assert engine.hits == [0]
     engine.flush()
 
 
