@@ -5,8 +5,9 @@ prompt of which everything is computed again, a segment that stands where it was
 not ask for blending.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import kv_blend.vllm.scheduler
@@ -234,6 +235,97 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
         assert why in engine.reports[0]["refused"]
 
 
+def in_the_pool() -> set[ChunkKey]:
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    return set(inner.cache.admin.resident_keys())
+
+
+def test_a_plan_that_is_refused_meets_nothing_blended(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    """Its salt is right, so vLLM's own cache has blended blocks for it. Nothing of it is stored either."""
+    fields = request_fields(SECOND.segments, tokens=len(SECOND.tokens), share=0.0)
+    plan = fields["kv_transfer_params"][KEY]
+    engine.blend([FIRST])
+    assert engine.blend([SECOND], fields=fields) != [exact[SECOND]]
+    held = in_the_pool()
+    wrong = {"kv_transfer_params": {KEY: plan | {"tokens": plan["tokens"] + 1}}}
+    for refused in (fields | wrong, fields | {"kv_transfer_params": {}}):
+        for _ in range(2):
+            assert engine.blend([SECOND], fields=refused) == [exact[SECOND]]
+            assert engine.hits == [0]
+        forget_own_blocks(engine)
+        engine.blend([SECOND], fields=fields)
+    assert in_the_pool() == held
+
+
+def with_options(prompt: Prompt, **options: Any) -> dict[str, Any]:
+    fields = request_fields(prompt.segments, tokens=len(prompt.tokens), share=0.0)
+    fields["kv_transfer_params"]["kv_tiers"] = options
+    return fields
+
+
+def test_segments_follow_the_options_of_their_request(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    blend = engine.llm.llm_engine.engine_core.engine_core.scheduler.connector._blend
+    calls: list[dict[str, Any]] = []
+
+    def watched(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return call(*arguments, **options)
+
+    for name in ("lookup", "begin_store"):
+        monkeypatch.setattr(inner.cache, name, partial(watched, getattr(inner.cache, name)))
+    # What may not be stored is computed in its place.
+    held = in_the_pool()
+    for options in ({"store": False}, {"max_store_tokens": 100}):
+        assert engine.blend([FIRST], fields=with_options(FIRST, **options)) == [exact[FIRST]]
+        assert (engine.reports[0]["held_tokens"], in_the_pool()) == (0, held)
+        forget_own_blocks(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(blend, "_shape", replace(blend._shape, stores=False))
+        assert engine.blend([FIRST]) == [exact[FIRST]]
+        assert in_the_pool() == held
+    forget_own_blocks(engine)
+    # How it is searched and stored.
+    calls.clear()
+    engine.blend([FIRST], fields=with_options(FIRST, tiers=[], promote=False, retain_s=5, tags={"a": "b"}))
+    assert all(options["tiers"] == () for options in calls) and len(calls) == 8
+    assert [options["wait_for_promotion"] for options in calls[:4]] == [False] * 4
+    assert [options["retain_s"] for options in calls[4:]] == [5] * 4
+    for options, tokens in (({}, 0), ({"tags": {"a": "b"}}, 1171)):
+        engine.blend([SECOND], fields=with_options(SECOND, **options))
+        assert engine.reports[0]["held_tokens"] == tokens
+        forget_own_blocks(engine)
+    # Nothing is loaded.
+    for options in ({"load": False}, {"use": "never"}):
+        assert engine.blend([SECOND], fields=with_options(SECOND, **options)) == [exact[SECOND]]
+        assert "may load nothing" in engine.reports[0]["refused"]
+    monkeypatch.setattr(blend, "_shape", replace(blend._shape, loads=False))
+    assert engine.blend([SECOND], fields=with_options(SECOND)) == [exact[SECOND]]
+    assert "may load nothing" in engine.reports[0]["refused"]
+
+
+def test_a_plan_that_fails_meets_nothing_blended(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_blend.vllm.filling import Filler
+
+    engine.blend([FIRST])
+    assert engine.blend([SECOND], share=0.0) != [exact[SECOND]]
+    held = in_the_pool()
+
+    def fails(*_arguments: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(Filler, "_place", fails)
+    assert engine.blend([SECOND], share=0.0) == [exact[SECOND]]
+    assert "computed whole" in engine.reports[0]["refused"]
+    assert in_the_pool() == held
+
+
 @pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_attention"])
 def test_a_failure_at_any_step_costs_only_the_reuse(
     step: str, engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
@@ -270,9 +362,20 @@ def test_chunks_forgotten_while_they_are_read_make_the_request_exact(
     assert engine.blend([SECOND]) == [exact[SECOND]]
 
 
-def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engine: Blending) -> None:
+def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(
+    engine: Blending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it is computed from then on."""
+    from kv_blend.vllm.forward import EngineForward
     from vllm import SamplingParams, TokensPrompt
 
+    compute, computed = EngineForward.compute, []
+
+    def counted(self: EngineForward, entries: Any) -> None:
+        computed.append(entries)
+        compute(self, entries)
+
+    monkeypatch.setattr(EngineForward, "compute", counted)
     fields = request_fields(FIRST.segments, tokens=len(FIRST.tokens))
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": fields["kv_transfer_params"]})
     prompt = TokensPrompt(prompt_token_ids=FIRST.tokens, cache_salt=fields["cache_salt"])
@@ -282,8 +385,11 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engin
         for _ in range(steps):
             core.step()
         core.abort_request([f"r{steps}"])
+        before = len(computed)
         until(lambda: (core.step(), not core.has_unfinished_requests())[1])
+        assert len(computed) == before
         forget_own_blocks(engine)
+    assert computed
     engine.blend([SECOND])
     assert engine.reports[0]["held_tokens"] == 1171
 
@@ -311,6 +417,12 @@ def test_a_request_that_is_aborted_while_lower_tiers_are_searched_leaks_nothing(
     core = engine.llm.llm_engine
     core.add_request("r", TokensPrompt(prompt_token_ids=SECOND.tokens, cache_salt=fields["cache_salt"]), sampling)
     core.step()
+    scheduler = core.engine_core.engine_core.scheduler
+    (request,) = scheduler.requests.values()
+    assert inner.cache.counts().read_leases == len(SECOND.segments)
+    # Nothing is promised once vLLM has all of it itself.
+    assert scheduler.connector._blend.match(request, SECOND.segments[-1][1]) == 0
+    assert inner.cache.counts().read_leases == 0
     core.abort_request(["r"])
     until(lambda: (core.step(), not core.has_unfinished_requests())[1])
-    assert searched and searched[0] > 0
+    assert len(searched) == len(SECOND.segments) and min(searched) > 0  # at once, not one after the other

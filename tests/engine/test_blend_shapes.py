@@ -11,10 +11,12 @@ from blending import CACHE, Blending, exact_answers, interleave
 from engines import NEW_TOKENS, Answer, started
 from kv_blend import edited, request_fields
 from kv_blend.plan import Moved
+from kv_blend.vllm.connector import why_not_blended
 from kv_blend.vllm.filling import Filler
 from kv_blend.vllm.forward import BatchEntry, keys_of_heads
 from kv_blend.vllm.scheduler import BlendScheduler, BlendStep, SegmentStep
 from kv_blend.vllm.worker import BlendWorker
+from kv_connect.engine import engines
 from kv_server.process import launch
 from kv_testing.documents import BEFORE, DOCUMENTS, FIRST, SECOND, SELECTIONS, SYSTEM, Prompt
 from kv_testing.interleavings import live_through
@@ -143,7 +145,9 @@ def test_scheduler_and_worker_in_a_process_of_their_own(tiny_llama: str, exact: 
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
 
 
-def test_an_engine_that_cannot_blend_says_why_and_is_exact(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+def test_an_engine_that_cannot_blend_says_why_and_is_exact(
+    tiny_llama: str, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = CACHE | {"format": "blocks"}
     with started(tiny_llama, cache=cache, connector="KVBlendConnector") as inner:
         engine = Blending(inner.llm)
@@ -152,6 +156,15 @@ def test_an_engine_that_cannot_blend_says_why_and_is_exact(tiny_llama: str, exac
             {"refused": "kv_blend: this engine does not blend: its chunks have the format blocks, not canonical"}
         ]
         engine.assert_at_rest()
+        (ours,) = engines().values()
+        config = engine.llm.llm_engine.vllm_config
+        assert why_not_blended(config, ours) in engine.reports[0]["refused"]  # nothing else
+        for dtype, why in (("fp8", "its KV cache has not the model's dtype"), ("float32", "")):
+            monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
+            assert why in why_not_blended(config, ours) and ("dtype" in why_not_blended(config, ours)) == bool(why)
+        # With the runner that GPUs have by default its workers would find no model.
+        monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+        assert "start it with VLLM_USE_V2_MODEL_RUNNER=0" in why_not_blended(config, ours)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ A tiny model with random weights shows every wrong bit, so what is approximate d
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,9 @@ def test_an_edited_conversation_keeps_what_follows_the_edit(engine: Engine, exac
     # What approximates has no exact name.
     engine.flush()
     assert engine.ask([SECOND.tokens], cache_salt=["one"]) == [exact[SECOND]]
+    long = edits | {"edits": [(at, end, was * 20) for at, end, was in edits["edits"]]}
+    made = request_fields(**long, engine="sglang")
+    assert "more than the 8192 of the model" in engine.refusal(SECOND.tokens, made)
 
 
 def test_tenants_share_no_segments(engine: Engine) -> None:
@@ -163,6 +167,88 @@ def test_a_plan_without_its_salt_is_refused(engine: Engine) -> None:
         plan = {"tokens": len(SECOND.tokens), "segments": segments}
         assert why in engine.refusal(SECOND.tokens, {"cache_salt": "x", "custom_params": {"kv_blend": plan}})
     assert engine.refusal(SECOND.tokens, right) == ""
+
+
+def test_segments_follow_the_options_of_their_request(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    def ask(prompt: Prompt, **options: Any) -> tuple[Answer, dict[str, Any]]:
+        (made,) = fields([prompt], share=0.0, tenant="options")
+        made["custom_params"]["kv_tiers"] = options
+        (answer,), (report,) = engine.blend([prompt.tokens], [made])
+        engine.flush()
+        return answer, report
+
+    engine.flush()
+    for _ in range(2):  # what may not be stored is computed in its place
+        answer, report = ask(FIRST, store=False)
+        assert (answer, report["recomputed_tokens"]) == (exact[FIRST], 1171)
+    assert ask(FIRST, tags={"a": "b"})[1]["held_tokens"] == 0
+    assert ask(SECOND, tags={"a": "b"})[1]["held_tokens"] == aligned_tokens(SECOND)
+    assert ask(SECOND)[1]["held_tokens"] == 0
+    for options in ({"load": False}, {"use": "never"}):
+        answer, report = ask(SECOND, **options)
+        assert answer == exact[SECOND]
+        assert "with options by which it may load nothing cannot be blended" in report["refused"]
+
+
+def test_a_request_with_a_plans_salt_and_no_plan_stores_nothing(engine: Engine) -> None:
+    """It is given the same pages of segments, and computes others behind them."""
+    blend(engine, [FIRST], share=0.0)
+    (made,) = fields([SECOND], share=0.0)
+    engine.blend([SECOND.tokens], [made])
+    for _ in range(2):
+        engine.flush()
+        engine.ask([SECOND.tokens], cache_salt=[made["cache_salt"]])
+        assert engine.hits == [0]
+    engine.flush()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"input_ids": [5, 6], "sampling_params": [{}, {}]}, "1 prompts, and 2 of sampling_params"),
+        ({"input_ids": [[5, 6], [7, 8]], "sampling_params": [{}]}, "2 prompts, and 1 of sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": {}, "cache_salt": ["x"]}, "2 prompts, and 1 of cache_salt"),
+    ],
+)
+def test_lists_of_another_length_than_the_prompts_are_refused(given: dict[str, Any], why: str) -> None:
+    import asyncio
+
+    from kv_blend.sglang.phases import _read
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    (plan,) = fields([SECOND])
+    for each in given["sampling_params"] if isinstance(given["sampling_params"], list) else [given["sampling_params"]]:
+        each |= {"custom_params": plan["custom_params"]}
+    with pytest.raises(ValueError, match=why):
+        asyncio.run(_read(None, GenerateReqInput(**given)))
+
+
+def test_a_request_without_a_salt_of_its_own_is_left_to_sglang() -> None:
+    from kv_blend.sglang.phases import generate_request
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    (plan,) = fields([SECOND])
+    embedding = EmbeddingReqInput(text="a", sampling_params={"custom_params": plan["custom_params"]})
+    assert generate_request(lambda *given: given, None, embedding) == (None, embedding, None)
+
+
+def test_attention_that_is_not_given_positions_cannot_be_moved() -> None:
+    """As in GPT-2, whose model adds them to the hidden states before."""
+    from kv_blend.rotations import CannotMoveError
+    from kv_blend.sglang.storage import prove_rotations
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    class LearnedPositions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = torch.nn.Linear(64, 192)
+            self.attn = RadixAttention(2, 32, scaling=1.0, num_kv_heads=2, layer_id=0)
+
+        def forward(self, hidden_states: torch.Tensor, forward_batch: Any) -> Any:
+            return self.attn(*self.projection(hidden_states).chunk(3, -1), forward_batch)
+
+    with pytest.raises(CannotMoveError, match="LearnedPositions is not given positions"):
+        prove_rotations(torch.nn.ModuleList([LearnedPositions()]), hidden_size=64, max_position=4096)
 
 
 def test_a_request_that_cannot_be_blended_is_computed_whole(engine: Engine, exact: dict[Prompt, Answer]) -> None:
@@ -361,6 +447,9 @@ def test_a_model_whose_keys_cannot_be_moved_answers_without_reuse(tiny_llama: st
         assert answers == [exact[SECOND]]
         assert report["recomputed_tokens"] == 1171
         assert "do not move from one position to another by a rotation that is known here" in engine.log
+        # After a few its segments are computed for nothing no longer, and the client reads that.
+        reports = [blend(engine, [SECOND], tenant=tenant)[1][0] for tenant in "abc"]
+        assert ["refused" in report for report in reports] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -375,6 +464,41 @@ def test_a_model_that_cannot_be_blended_is_refused_by_name(
         answers, (report,) = blend(engine, [Prompt((2,))])
         assert answers == plain
         assert why in report["refused"]
+
+
+def test_an_engine_that_writes_back_is_refused_by_name(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    """What of its pages may be stored is forgotten by the time that they leave it."""
+    with started(tiny_llama, cache=cache(), blends=True, hicache_write_policy="write_back") as engine:
+        answers, (report,) = blend(engine, [SECOND])
+        assert answers == [exact[SECOND]]
+        assert "write_back" in report["refused"]
+
+
+def test_a_quantised_kv_cache_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has none on this CPU. Its host pool says that it has bytes, in canonical pages."""
+    from kv_blend.sglang.phases import Phases
+    from kv_blend.sglang.storage import KVBlendStorage, KVStorage
+    from kv_sglang.attach import KV
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    monkeypatch.setattr(KVStorage, "on_host_pools_registered", lambda _self: None)
+    storage = KVBlendStorage.__new__(KVBlendStorage)
+    described = SimpleNamespace(kind="canonical", parts=("k", "v"))
+    storage._pages = {KV: SimpleNamespace(format=described, dtype="uint8")}  # type: ignore[dict-item]
+    storage.on_host_pools_registered()
+    assert storage._segments is None
+
+    args = SimpleNamespace(
+        dp_size=1,
+        speculative_algorithm=None,
+        enable_lora=False,
+        disaggregation_mode="null",
+        kv_cache_dtype="fp8_e4m3",
+        hicache_write_policy="write_through",
+    )
+    model = SimpleNamespace(attention_arch=SimpleNamespace(name="MHA"), is_hybrid_swa=False)
+    phases = Phases(SimpleNamespace(server_args=args, model_config=model, enable_metrics=False))
+    assert "(--kv-cache-dtype)" in phases._why_not(GenerateReqInput(text="a"), [])
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ def test_other_requests_pass_as_they_came(body: Any) -> None:
         ("sys | one | ask", {"separator": " \n"}, "or is only white space"),
         ("sys \x00 one \x00 ask", {"separator": "\x00"}, "cannot be found"),  # of which this tokenizer makes nothing
         ("sys | one | ask", {"separator": "|", "tenant": "acme"}, "tenant cannot be given together"),
+        ("sys | one | ask", {"separator": "|", "engine": "vllm"}, "engine cannot be given together"),
         ("sys | one | ask", {"separator": "|", "segments": [(0, 1)]}, "segments cannot be given together"),
         ("sys | one | ask", {"separator": "|", "question": [4]}, "question cannot be given together"),
         ("sys | one | ask", "all", "kv_blend is not an object"),

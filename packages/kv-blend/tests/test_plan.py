@@ -38,6 +38,15 @@ def test_a_request_without_a_plan_has_none() -> None:
     assert read_plan({"kv_tiers": {}}, None, 10) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"engine": "foo"}, "engine is 'foo'; it can be vllm or sglang"), ({"tenant": None}, "tenant is None")],
+)
+def test_a_tenant_that_is_no_text_and_an_unknown_engine_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        request_fields(SEGMENTS, tokens=600, **options)
+
+
 COMMON = [list(range(at, at + 100)) for at in range(0, 1000, 100)]
 """Texts without a token in common."""
 

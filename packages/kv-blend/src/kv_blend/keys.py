@@ -48,7 +48,7 @@ def keys_of_plan(
     else:
         sources = []
         for number in range(len(plan.moved)):
-            sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant)))
+            sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant), tags=tags))
             sequence.append(
                 alone(plan, tokens, number, step if engine == "sglang" else 1)
             )  # SGLang has whole pages only
@@ -56,8 +56,7 @@ def keys_of_plan(
             sources.append(sequence.digests if tail is None else [*sequence.digests, tail])
     found = []
     for moved, digests in zip(plan.moved, sources, strict=True):
-        end = moved.source + moved.end - moved.first
-        found.append(SegmentKeys(moved, tuple(digests[moved.source // step : -(-end // step)])))
+        found.append(SegmentKeys(moved, tuple(digests[moved.source // step : -(-moved.source_end // step)])))
     return found
 
 

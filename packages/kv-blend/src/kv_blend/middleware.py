@@ -39,7 +39,7 @@ _TOKENIZE_FIELDS: Final = (
 _TEMPLATE_FIELDS: Final = ("documents", "reasoning_effort")
 """Fields of a chat request that vLLM passes to the chat template, and SGLang's `/tokenize` takes as they are."""
 _MAX_SEPARATOR: Final = 256
-_RESERVED: Final = {"edits", "question", "segments", "tenant", "tokens"}
+_RESERVED: Final = {"edits", "engine", "question", "segments", "tenant", "tokens"}
 """What the middleware fills in itself."""
 
 

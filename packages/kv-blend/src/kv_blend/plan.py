@@ -63,6 +63,11 @@ class Moved:
         """By how many positions they stand further on."""
         return self.first - self.source
 
+    @property
+    def source_end(self) -> int:
+        """Where they end in that text."""
+        return self.end - self.distance
+
 
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the caller asks for.
@@ -226,8 +231,14 @@ def request_fields(
     tenant has; segments are shared within it only. engine: that the request is for.
 
     Raises:
-        InputError: the plan is invalid, or the tenant's salt too long.
+        InputError: the plan is invalid, the tenant's salt no text or too long, or the engine unknown.
     """
+    if engine not in FIELDS:
+        raise InputError(f"{KEY}: engine is {engine!r}; it can be {' or '.join(FIELDS)}")
+    if not isinstance(tenant, str):
+        raise InputError(
+            f"{KEY}: tenant is {tenant!r}; it is the text that an exact request has as cache_salt, or empty"
+        )
     try:
         plan = msgspec.convert({"tokens": tokens, "segments": segments, **options}, BlendPlan)
     except msgspec.ValidationError as error:
@@ -287,6 +298,11 @@ def edited(before: Sequence[int], now: Sequence[int]) -> dict[str, Any]:
 def _windows(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     """Each token with those that follow it: few of them are equal, and comparing takes time by how many are."""
     return list(zip(*(tokens[at:] for at in range(_WINDOW)), strict=False))
+
+
+def is_marked(salt: str | None) -> bool:
+    """Whether the engine's own cache may have blended KV under this salt."""
+    return _MARK in (salt or "")
 
 
 def segment_salt(tenant: str) -> str:

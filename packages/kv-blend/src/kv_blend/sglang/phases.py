@@ -15,6 +15,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
+from kv_connect.request_options import KEY as OPTIONS
 from kv_core.errors import InputError
 from kv_core.log import limited_logger
 from kv_sglang.metrics import NO_FIGURES, Figures, registered
@@ -28,26 +29,39 @@ _log = limited_logger(__name__)
 _FIELD: Final = FIELDS["sglang"]
 _MAX_KNOWN: Final = 1 << 16
 """Segments that are remembered as computed."""
+_MAX_IN_VAIN: Final = 3
+"""After so many requests in a row of which no segment was reused that was computed for it, the engine is not asked,"""
+_TRY_EVERY: Final = 16
+"""but for one request in so many."""
 
 Generate = Callable[..., AsyncIterator[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _BlendedPrompt:
-    """One prompt with a plan. salt: its request's."""
+    """One prompt with a plan.
+
+    salt: its request's. options: what its request may load and store, for every phase.
+    """
 
     plan: BlendPlan
     tokens: Sequence[int]
     tenant: str
     salt: str
     extra_key: str | None
+    options: Mapping[str, Any]
+
+    @property
+    def may_load(self) -> bool:
+        return self.options.get("load", True) is not False and self.options.get("use") != "never"
 
 
 @dataclass(slots=True)
 class _Reuse:
     """What became of one prompt's segments.
 
-    given: what could be reused of them. were_held: those that needed not be computed first.
+    given: what could be reused of them. were_held: those that needed not be computed first. were_computed: those that
+        were.
     placed: by segment, how many tokens SGLang got.
     """
 
@@ -55,6 +69,7 @@ class _Reuse:
     given: Sequence[GivenRun]
     reached: int = 0
     were_held: set[int] = field(default_factory=set)
+    were_computed: set[int] = field(default_factory=set)
     placed: dict[int, int] = field(default_factory=dict)
 
     def computed(self, end: int, cached: int) -> set[int]:
@@ -82,6 +97,7 @@ class Phases:
         self._args = manager.server_args
         self._model = manager.model_config
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._in_vain = 0
         self._figures = NO_FIGURES
         if manager.enable_metrics:
             if not _MADE:
@@ -95,11 +111,11 @@ class Phases:
             ValueError: a plan is invalid, or has not its salt. SGLang answers with status 400.
         """
 
-        async def ask(prompt: Sequence[int], salt: str, of: _BlendedPrompt, params: Mapping[str, Any] | None) -> int:
+        async def ask(prompt: Sequence[int], salt: str, of: _BlendedPrompt, params: Mapping[str, Any]) -> int:
             """Compute a prompt. Returns how many of its tokens SGLang had."""
             phase = type(obj)(
                 input_ids=list(prompt),
-                sampling_params={"max_new_tokens": 0, "temperature": 0.0, _FIELD: params},
+                sampling_params={"max_new_tokens": 0, "temperature": 0.0, _FIELD: {OPTIONS: of.options, **params}},
                 cache_salt=salt,
                 extra_key=of.extra_key,
                 priority=_of(obj.priority, 0),
@@ -110,7 +126,7 @@ class Phases:
             return cached
 
         blended = await _read(manager, obj)
-        why_not = self._why_not(obj, blended)
+        why_not = self._why_not(obj, blended) or self._why_not_now()
         if why_not:
             _log.warning("a request with a plan is computed whole: %s", why_not)
             _compute_whole(obj, blended)
@@ -137,6 +153,9 @@ class Phases:
                     if not why_not:
                         cached = int(one["meta_info"].get("cached_tokens") or 0)
                         self._forget(names[prompt], its.computed(len(each.tokens), cached))
+                        if its.were_computed and not each.options:
+                            is_reused = any(its.placed.get(number) for number in its.were_computed)
+                            self._in_vain = 0 if is_reused else self._in_vain + 1
                     reported[index] = {"refused": why_not} if why_not else its.report
                     if prompt not in counted:
                         counted.add(prompt)
@@ -152,12 +171,14 @@ class Phases:
         if plan.edits:  # their pages are exact requests'
             reuse.were_held |= {each.number for each in reuse.given}
         reuse.were_held |= {number for number, name in names.items() if name in self._known}
-        missing = {names[number]: number for number in names.keys() - reuse.were_held}
+        may_store = blended.options.get("store", True) is not False
+        missing = {names[number]: number for number in names.keys() - reuse.were_held if may_store}
         salt = segment_salt(blended.tenant)
         try:
             await asyncio.gather(
-                *(ask(alone(plan, tokens, number, self._page), salt, blended, None) for number in missing.values())
+                *(ask(alone(plan, tokens, number, self._page), salt, blended, {}) for number in missing.values())
             )
+            reuse.were_computed |= set(missing.values())
             self._known.update(dict.fromkeys(missing))
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
@@ -166,6 +187,15 @@ class Phases:
                 self._forget(names, reuse.computed(end, cached))
         except Exception:  # noqa: BLE001  # the request itself says what is wrong with it, or is computed whole
             _log.exception("a phase of a request failed; what it would have left is computed with the request")
+
+    def _why_not_now(self) -> str:
+        """Why no request is blended for the time being. Whether keys can be moved is known in another process, and
+        segments would be computed for nothing."""
+        if self._in_vain < _MAX_IN_VAIN:
+            return ""
+        self._in_vain += 1
+        is_tried = self._in_vain % _TRY_EVERY == 0
+        return "" if is_tried else "no segment of the last requests could be reused; the engine's log says why"
 
     def _count(self, report: Mapping[str, Any]) -> None:
         if "refused" in report:
@@ -192,7 +222,7 @@ class Phases:
         found = {}
         for each in () if blended.plan.edits else self._given(blended):
             prompt = alone(blended.plan, blended.tokens, each.number, self._page)
-            identity = repr((blended.tenant, blended.extra_key, prompt))
+            identity = repr((blended.tenant, blended.extra_key, blended.options.get("tags"), prompt))
             found[each.number] = hashlib.sha256(identity.encode()).digest()
         return found
 
@@ -207,8 +237,12 @@ class Phases:
             "it prefills for another engine, or decodes": args.disaggregation_mode != "null",
             "its model has latent attention (MLA), or none": model.attention_arch.name != "MHA",
             "its model has sliding windows": bool(model.is_hybrid_swa),
+            "its KV cache has not the model's dtype (--kv-cache-dtype)": args.kv_cache_dtype
+            not in ("auto", "bf16", "bfloat16"),
+            "it stores pages only when it drops them (--hicache-write-policy write_back)": args.hicache_write_policy
+            == "write_back",
         }
-        longest = max(len(each.tokens) for each in blended if each is not None)
+        longest = max((len(each.tokens) for each in blended if each is not None), default=0)
         starts = obj.logprob_start_len if isinstance(obj.logprob_start_len, list) else [obj.logprob_start_len]
         has_logprobs = any(obj.return_logprob) if isinstance(obj.return_logprob, list) else bool(obj.return_logprob)
         of_request = {
@@ -217,6 +251,7 @@ class Phases:
             "a session": bool(obj.session_params),
             "log-probabilities of its prompt": has_logprobs
             and any(start is not None and 0 <= start < longest - 1 for start in starts),
+            "options by which it may load nothing": any(each is not None and not each.may_load for each in blended),
             "a selection by its question": any(each is not None and each.plan.select != "first" for each in blended),
         }
         return "; ".join(
@@ -233,7 +268,8 @@ _PHASES: WeakKeyDictionary[Any, Phases] = WeakKeyDictionary()
 
 def generate_request(generate: Generate, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
     """In the place of SGLang's method of this name."""
-    if not any(KEY in _params(sampling) for sampling in _all_of(getattr(obj, "sampling_params", None))):
+    params = [_params(sampling) for sampling in _all_of(getattr(obj, "sampling_params", None))]
+    if not any(KEY in each for each in params) or not hasattr(obj, "cache_salt"):
         return generate(manager, obj, request)
     if manager not in _PHASES:
         _PHASES[manager] = Phases(manager)
@@ -249,7 +285,12 @@ async def _read(manager: Any, obj: Any) -> list[_BlendedPrompt | None]:
     prompts = obj.input_ids if obj.input_ids is not None else obj.text
     has_many = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
     found: list[_BlendedPrompt | None] = []
-    for number, prompt in enumerate(prompts if has_many else [prompts]):
+    many = prompts if has_many else [prompts]
+    for name in ("sampling_params", "cache_salt", "extra_key"):
+        given = getattr(obj, name)
+        if isinstance(given, list) and len(given) != len(many):
+            raise ValueError(f"{KEY}: the request has {len(many)} prompts, and {len(given)} of {name}")
+    for number, prompt in enumerate(many):
         params = _params(_of(obj.sampling_params, number))
         if KEY not in params:
             found.append(None)
@@ -263,7 +304,16 @@ async def _read(manager: Any, obj: Any) -> list[_BlendedPrompt | None]:
         except InputError as error:
             raise ValueError(str(error)) from None
         assert read is not None
-        found.append(_BlendedPrompt(read[0], tokens, read[1], salt, _of(obj.extra_key, number)))
+        plan, tenant = read
+        before, most = len(plan.conversation(tokens)), manager.model_config.context_len
+        if before > most:
+            raise ValueError(
+                f"{KEY}: before its edits the conversation had {before} tokens, more than the {most} of the model"
+            )
+        given = params.get(OPTIONS)
+        options = dict(given) if isinstance(given, Mapping) else {}
+        options.pop("hints", None)  # which are the request's own
+        found.append(_BlendedPrompt(plan, tokens, tenant, salt, _of(obj.extra_key, number), options))
     return found
 
 

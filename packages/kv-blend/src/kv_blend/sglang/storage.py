@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from kv_connect.guard import always, guarded
 from kv_connect.halves.copies import await_copies
+from kv_connect.request_options import KEY as OPTIONS
 from kv_core.errors import InputError
 from kv_core.log import limited_logger
 from kv_core.transfer import HostExtent
@@ -28,7 +29,7 @@ from kv_sglang.storage import KVStorage, none_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from kv_blend.plan import alone, given_pages, read_plan, segment_salt
+from kv_blend.plan import alone, given_pages, is_marked, read_plan, segment_salt
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, Rotation, proven_rotations
 
 _log = limited_logger(__name__)
@@ -85,27 +86,27 @@ class SegmentPages:
         if (req.cache_salt or "").endswith(segment_salt("")):
             self._expect(hashes_of(req, tree))
             return
+        tokens, params = req.origin_input_ids, req.sampling_params.custom_params
+        own = hashes_of(req, tree) if is_marked(req.cache_salt) else []
+        if own:  # whatever else it says, neither its prompt nor its answer is stored
+            self._requests.note(str(req.rid), {OPTIONS: {"store": False}}, len(tokens), lambda: own)
         try:
-            read = read_plan(req.sampling_params.custom_params, req.cache_salt, None)
+            read = read_plan(params, req.cache_salt, None)
         except InputError as error:  # the same has been said to the client, unless it has gone around us
             _log.warning("request %s is computed as if it had no plan: %s", req.rid, error)
             return
         if read is None:
             return
         plan, tenant = read
-        tokens = req.origin_input_ids
         whole = sum(len(tokens) >= each.end for each in plan.moved)
-        own = hashes_of(req, tree)
-        # Neither its prompt nor its answer is stored.
-        self._requests.note(str(req.rid), {"kv_tiers": {"store": False}}, len(tokens), lambda: own)
         if not whole or not self._can_move(scheduler):
             return
-        found = {}
+        found: dict[str, _GivenPage] = {}
 
         def hashes_in(prompt: Sequence[int], salt: str | None) -> tuple[str, ...]:
             hashes = tuple(page_hashes(_like(tokens, prompt), tree, req.extra_key, salt))
-            if salt is not None:
-                self._requests.belong(hashes, salt)
+            options = {OPTIONS: params[OPTIONS]} if OPTIONS in params else None
+            self._requests.note(str(req.rid), options, len(prompt), lambda: hashes, salt=salt)
             return hashes
 
         conversation = hashes_in(plan.conversation(tokens), tenant or None) if plan.edits else ()
@@ -270,6 +271,7 @@ class KVBlendStorage(KVStorage):
         reasons = {
             "not all layers of its model keep the whole prefix in one pool": set(self._pages) != {KV},
             "its pages have a format other than canonical": self._pages[KV].format.kind != "canonical",
+            "its KV cache is quantised": self._pages[KV].dtype not in ("bfloat16", "float16", "float32"),
             "its model has latent attention (MLA)": self._pages[KV].format.parts != ("k", "v"),
         }
         if why := [reason for reason, holds in reasons.items() if holds]:
@@ -346,6 +348,8 @@ def prove_rotations(model: torch.nn.Module, *, hidden_size: int, max_position: i
 def _keys(parent: torch.nn.Module, layer: Any, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     given = {"positions": positions, "hidden_states": hidden.clone(), "forward_batch": None}
     with _stopped_at(layer) as found:
+        if "positions" not in _parameters(parent):  # the model may have added them before
+            raise CannotMoveError(f"{type(parent).__name__} is not given positions")
         try:
             parent(**{name: value for name, value in given.items() if name in _parameters(parent)})
         except _KeysSeenError:

@@ -1,7 +1,7 @@
 """`KVBlendConnector`: what `KVTiersConnector` does for exact requests, and blending for those that ask for it.
 
-An exact request passes through unchanged. One with a plan is invisible to the exact half, so that nothing of it is
-stored or looked up under an exact key.
+An exact request passes through unchanged. One with a plan, or with a plan's salt, is invisible to the exact half, so
+that nothing of it is stored or looked up under an exact key.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ def _lose_steps(self: "KVBlendConnector", sent: BlendMetadata) -> None:
     self._blend_lost |= {step.request_id for step in sent.steps}
 
 
-def _lose_all(self: "KVBlendConnector") -> tuple[set[str], set[str]]:
+def _lose_all(self: "KVBlendConnector", *_arguments: Any) -> tuple[set[str], set[str]]:
     lost, self._blend_lost = self._blend_lost, set()
     return set(), lost if self._blend_worker is None else lost | self._blend_worker.give_up()
 
@@ -65,6 +65,11 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
         "not all layers of its model keep the whole prefix (for sliding windows and chunked attention start it with "
         "--disable-hybrid-kv-cache-manager)": [str(group.coverage) for group in facts.groups] != ["all"],
         f"its chunks have the format {', '.join(facts.formats)}, not canonical": set(facts.formats) != {"canonical"},
+        "its KV cache has not the model's dtype (--kv-cache-dtype)": vllm_config.cache_config.cache_dtype
+        not in ("auto", str(model.dtype).removeprefix("torch.")),
+        "vLLM's newer model runner computes its model (start it with VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            vllm_config.use_v2_model_runner
+        ),
     }
     return "; ".join(f"this engine does not blend: {reason}" for reason, holds in reasons.items() if holds)
 
@@ -114,7 +119,7 @@ class KVBlendConnector(KVTiersConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         exact = super().get_transfer_results(finished_req_ids)
-        finished, failed = self._advance_blend()
+        finished, failed = self._advance_blend(finished_req_ids)
         if not finished and not failed:
             return exact
         return KVConnectorTransferResults(
@@ -198,10 +203,10 @@ class KVBlendConnector(KVTiersConnector):
             self._blend_worker.give_up()
 
     @guarded(_lose_all, even_off=True)
-    def _advance_blend(self) -> tuple[set[str], set[str]]:
+    def _advance_blend(self, ended: set[str]) -> tuple[set[str], set[str]]:
         if self._blend_worker is None:
             return _lose_all(self)
-        finished, failed = self._blend_worker.advance(off=bool(self.off))
+        finished, failed = self._blend_worker.advance(ended, off=bool(self.off))
         lost, self._blend_lost = self._blend_lost, set()
         return finished, failed | lost
 
@@ -216,7 +221,7 @@ class KVBlendConnector(KVTiersConnector):
     @guarded(always((0, False)))
     def _match_blend(self, request: Any, computed: int) -> tuple[int | None, bool]:
         assert self._blend is not None
-        matched = self._blend.match(request.request_id, computed)
+        matched = self._blend.match(request, computed)
         return matched, bool(matched)
 
     @guarded(_refuse_request)
@@ -226,7 +231,10 @@ class KVBlendConnector(KVTiersConnector):
 
     @guarded(_without_steps, even_off=True)
     def _with_steps(self, exact: KVConnectorMetadata) -> KVConnectorMetadata:
-        if self._blend is None or not self._blend.is_loading:
+        if self._blend is None:
+            return exact
+        self._blend.make_exact()
+        if not self._blend.is_loading:
             return exact
         space = None if self._scheduler is None else self._scheduler.space
         return BlendMetadata(exact, self._blend.take_steps(), b"" if space is None else space.fingerprint)

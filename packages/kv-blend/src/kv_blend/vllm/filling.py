@@ -1,10 +1,9 @@
 """Fills one request's blocks up to its last segment.
 
-In this order: segments that the cache lacks are computed behind their context, as batch entries in the request's own
-blocks, which nobody reads yet, and stored; those of an edited conversation are not, because their keys are exact
-requests' own. All segments are read from the pool, their keys moved to where they stand in this request, and written to
-its blocks. Then everything else, and the tokens selected in segments, are computed in their places. To select by the
-question, it is computed behind them first.
+In this order: segments that the cache lacks and that may be stored are computed behind their context, as batch entries
+in the request's own blocks, which nobody reads yet, and stored. All segments are read from the pool, their keys moved
+to where they stand in this request, and written to its blocks. Then everything else, and the tokens selected in
+segments, are computed in their places. To select by the question, it is computed behind them first.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -54,7 +53,8 @@ class Filler:
             yield from self._prepare(step)
             leases = [self._lease(step, segment, holder) if segment.is_held else None for segment in step.segments]
             leases = yield from self._leased_by_all(leases)
-            missing = [number for number, lease in enumerate(leases) if lease is None and not step.plan.edits]
+            pairs = enumerate(zip(step.segments, leases, strict=True))
+            missing = [number for number, (segment, lease) in pairs if lease is None and segment.may_store]
             for numbers in self._fitting(step, missing):
                 yield from self._compute_alone(step, [step.segments[number] for number in numbers], holder)
                 for number in numbers:
@@ -184,17 +184,18 @@ class Filler:
             entries.append(BatchEntry(blocks, tokens, 0, 0))
         yield self._pass(entries)
         for segment, entry in zip(segments, entries, strict=True):
-            self._store(self._keys(step, segment), entry, len(context), holder)
+            self._store(step, segment, entry, holder)
         yield Together(b"stored")  # where several ranks have the same shard, one of them stores it for all
 
-    def _store(self, keys: Sequence[ChunkKey], entry: BatchEntry, context: int, holder: str) -> None:
+    def _store(self, step: BlendStep, segment: SegmentStep, entry: BatchEntry, holder: str) -> None:
         """Store the chunks of a segment; what the pool has no room for is not stored."""
         cache, facts = self._engine.cache, self._engine.facts
         assert cache is not None and facts is not None
         chunk_tokens = facts.chunk_tokens
-        first_chunk = context // chunk_tokens
+        first_chunk = segment.place.source // chunk_tokens
+        keys = self._keys(step, segment)
         chunk_of = {key: number for number, key in enumerate(keys, first_chunk)}
-        lease = cache.begin_store(keys, holder)
+        lease = cache.begin_store(keys, holder, **step.storing)
         events = []
         for key, extent in zip(lease.keys, lease.extents, strict=True):
             chunk = chunk_of[key]

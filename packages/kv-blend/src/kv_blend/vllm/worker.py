@@ -6,7 +6,7 @@ is reported as failed, and vLLM computes all of it.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -123,9 +123,13 @@ class BlendWorker:
         self._space_id = space_id
         self._jobs += [_Job(step, self._fill(step)) for step in steps]
 
-    def advance(self, *, off: bool = False) -> tuple[set[str], set[str]]:
+    def advance(self, ended: Collection[str] = (), *, off: bool = False) -> tuple[set[str], set[str]]:
         """Compute one forward pass of the requests begun, the oldest first. Returns those whose blocks are filled, and
-        those that failed. off: this rank computes none; then all fail, on all ranks."""
+        those that failed. ended: requests that fail because nobody waits for them. off: this rank computes none; then
+        all fail, on all ranks."""
+        for job in self._jobs:
+            if job.step.request_id in ended:
+                job.wanted = _FAILED
         finished: set[str] = set()
         failed: set[str] = set()
         has_computed = False
