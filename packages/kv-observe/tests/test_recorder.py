@@ -70,6 +70,24 @@ def test_a_recorded_workload_replays_with_the_same_hits(tmp_path: Path, capsys: 
     assert replayed["tiers"][0]["chunks_evicted"] == evicted
 
 
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_lookups_behind_what_the_engine_has_itself_are_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: tuple[int, int]
+) -> None:
+    """As SGLang asks, and vLLM where its stores are lazy: a chunk is the first of one line, and follows in another."""
+    path, keys = tmp_path / "trace.jsonl", key_chain(4)
+    bus, cache = recorded(path)
+    for first in order:
+        cache.lookup(keys[first:], f"from {first}")
+        cache.end(f"from {first}")
+    cache.close()
+    bus.close()
+    assert [len(prompt) for prompt in read_trace(str(path)).prompts] == [4 - first for first in order]
+    options = ["--capacity", "3", "--policy", "prefix", "--warm-up", "0%", "--chunk-tokens", "1", "--json"]
+    assert main(["sim", str(path), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_asked"] == 6
+
+
 def test_neither_keys_nor_holders_are_in_the_file_and_it_is_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.touch(mode=0o644)

@@ -13,6 +13,7 @@ hits save, because a chunk deep in a prompt takes longer to compute than its fir
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kv_core.keys import ChunkKey
 from kv_eviction import make_policy
@@ -124,7 +125,8 @@ def simulate(
     progress: called after each request with the number done.
     """
     tiers = [_Tier(plan, may_refuse=len(plans) == 1) for plan in plans]
-    parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}
+    parent_of: dict[ChunkKey, ChunkKey | None] = {prompt[0]: None for prompt in prompts}
+    parent_of |= {key: parent for prompt in prompts for parent, key in pairwise(prompt)}
     last_request = {key: number for number, prompt in enumerate(prompts) for key in prompt} if hinted_share else {}
     begin = int(warm_up * len(prompts))
     served, lives = Served([]), Lives(every=1)

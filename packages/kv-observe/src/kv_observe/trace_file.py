@@ -112,7 +112,10 @@ def read_trace(path: str) -> Trace:
         prompt = [key_of.setdefault(id_, trace_key(id_)) for id_ in ids]
         parent = None
         for id_, key in zip(ids, prompt, strict=True):
-            if parent_of.setdefault(key, parent) != parent:
+            if sizes is not None and None in (parent, parent_of.get(key)):
+                # A cache records a lookup, which begins behind the chunks that the engine has itself.
+                parent_of[key] = parent or parent_of.get(key)
+            elif parent_of.setdefault(key, parent) != parent:
                 raise InputError(
                     f"{where}: chunk {id_} follows a different chunk than before; an id must stand for its "
                     "whole prefix: chain the ids, so that chunks after different prefixes have different ones"
