@@ -18,6 +18,7 @@ from kv_core.testing import key_chain
 from kv_eviction.simple import LruPolicy
 from kv_testing.media import slabs_of, unreadable_device
 from kv_testing.servers import free_port
+from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.build import build_local_cache
@@ -25,6 +26,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import Write
+from kv_tiers.tier_state import Health
 from kv_tiers.tiers.disk import DiskTier
 from kv_tiers.tiers.dram import DramTier
 
@@ -201,3 +203,20 @@ def test_a_tier_that_cannot_be_closed_keeps_neither_the_pool_nor_its_directory(n
     again = opened(name, disk_at(directory))
     assert again.lower.states()[0].usage.chunks == 3
     again.close()
+
+
+def test_a_tier_that_gets_no_thread_when_it_is_opened_again_stays_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a live upgrade that came to nothing. Promotions would wait for threads that are not there."""
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": 1 << 20}
+    host = HostConfig(capacity_bytes=8 * 4096)
+    cache = build_local_cache(host, group_bytes=[4096], fingerprint="f", tiers=[disk], cold=ColdConfig(drain_s=5.0))
+    keys = key_chain(1)
+    cache.commit(cache.begin_store(keys, "w"))
+    assert cache.lower.pause(5.0)
+    with threads_left(1):  # of two
+        cache.lower.reopen()
+    assert "stays closed" in caplog.text
+    assert cache.lower.states()[0].health is Health.CLOSED
+    cache.close()

@@ -24,7 +24,7 @@ from math import inf
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
-from kv_core.errors import TierDown
+from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger, on_one_line, traceback_of
 from kv_core.outcome import Loaded, StoreOutcome
@@ -51,7 +51,7 @@ from kv_tiers.lanes.jobs import (
 )
 from kv_tiers.lanes.moving import FindCodec, Moving, Payloads, chunk_bytes, no_codec, refuse
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.threads import join_all, must_start
+from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import (
     ClearsTenants,
     Read,
@@ -450,7 +450,11 @@ class Lane:
             self._running = Running(self._threads, self.tier, self._clock)
             self._tracker.is_closed = False
         self._workers = Workers(self.name, self._threads, self._work)
-        self._workers.start()
+        try:
+            self._workers.start()
+        except OutOfThreadsError as error:
+            self.close()
+            raise ConfigError(str(error)) from None
 
     def removals(self) -> tuple[bool, list[bytes], list[ChunkKey]]:
         """What the tier has still to remove: everything, the chunks of these tenants, and these."""
