@@ -13,9 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 import redis
+from kv_cluster.client import Client, NotDone
 from kv_cluster.members import Finder, Reach
+from kv_cluster.verbs import _Count, _tls
 from kv_core.errors import ConfigError
 from kv_remote.authority import Authority
+from kv_remote.host_port import HostPort
 from kv_server.directory.entries import VERSION, Entry, encode
 from kv_server.directory.signatures import Signatures
 from kv_testing.cache_servers import join_at, store
@@ -26,6 +29,7 @@ from kv_tiers.config import PeerSecurity
 from kv_tiers.tier import TierContext
 
 NAMESPACE = TierContext(CHUNK_BYTES, CHUNK_BYTES, "f").namespace
+KINDS = ("ca", "cert", "key")
 STATUS: dict[str, Any] = {
     "package": "0.1.0",
     "uptime_s": 1.0,
@@ -167,6 +171,37 @@ def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourSer
         assert status == 1
         assert (TOKEN.encode() in b"".join(proxy.received)) == is_right
         assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
+
+
+def test_a_revoked_host_is_sent_no_token_and_the_systems_authorities_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, port = tmp_path / "ours", free_port()
+    ours, others = Authority(made, create=True), Authority(tmp_path / "systems", create=True)
+    files = {name: directory.issue(["127.0.0.11"], 1) for name, directory in (("ours", ours), ("systems", others))}
+    monkeypatch.setenv("SSL_CERT_FILE", str(files["systems"] / "ca.pem"))
+
+    def cleared(issuer: str) -> tuple[bool, str]:
+        """Whether a proxy with this certificate was sent the token, and why not."""
+        proxy = Impostor("127.0.0.11", port, {f"tls_{kind}_file": str(files[issuer] / f"{kind}.pem") for kind in KINDS})
+        member = Reach("https", port, False).member(HostPort("127.0.0.11", 9500), is_signed=True)
+        try:
+            Client(TOKEN, _tls(str(made / "ca.pem"))).post(member, "/clear", {}, _Count)
+            text = ""
+        except NotDone as why:
+            text = str(why)
+        finally:
+            proxy.close()
+        return TOKEN.encode() in b"".join(proxy.received), text
+
+    assert cleared("ours")[0] and cleared("systems")[0]
+    ours.revoke("127.0.0.11")
+    was_sent, text = cleared("ours")
+    assert not was_sent and "certificate revoked" in text
+    assert cleared("systems")[0]
+    monkeypatch.setenv("SSL_CERT_FILE", str(made / "ca.pem"))  # where the system trusts the same authority
+    was_sent, text = cleared("ours")
+    assert not was_sent and "certificate revoked" in text
 
 
 def test_a_list_of_the_others_leaves_its_own_server_out_of_nothing(fleet: FourServers) -> None:

@@ -6,6 +6,7 @@ import socket
 import ssl
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +24,8 @@ MAX_ANSWER_BYTES: Final = 16 << 20
 _MAX_TEXT: Final = 300
 _PIECE_BYTES: Final = 1 << 16
 _PATIENCE_S: Final = 0.2
+_OTHERS_ISSUED: Final = (18, 19, 20, 21)
+"""OpenSSL's codes for a certificate of an authority that it was not told of."""
 
 
 class NotDone(Exception):  # noqa: N818  # an outcome, and often no fault of ours
@@ -41,10 +44,12 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Sends requests to members. token: empty: there is none. tls: for https; None: the members have http."""
+    """Sends requests to members. token: empty: there is none.
+    tls: for https, by authority: a certificate counts if it is one of the first that knows its issuer. Empty: the
+        members have http."""
 
     token: str
-    tls: ssl.SSLContext | None
+    tls: Sequence[ssl.SSLContext]
 
     def get(self, member: Member, path: str, wanted: type[A]) -> A:
         """Raises `NotDone`."""
@@ -88,14 +93,8 @@ class Client:
     def _exchange(self, url: str, path: str, body: object, until_s: float) -> tuple[int, bytes]:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        left_s = max(0.001, until_s - time.monotonic())
-        if parts.scheme == "https":
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=left_s, context=self.tls
-            )
-        else:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=left_s)
         _check_name(parts.hostname, parts.port)
+        connection = self._connected(parts.scheme, parts.hostname, parts.port, until_s)
         method, headers, sent = "GET", {}, None
         if body is not None:
             headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
@@ -114,6 +113,22 @@ class Client:
                 return response.status, b"".join(pieces)
         finally:
             connection.close()
+
+    def _connected(self, scheme: str, host: str, port: int | None, until_s: float) -> http.client.HTTPConnection:
+        contexts = list(self.tls)
+        while True:
+            left_s = max(0.001, until_s - time.monotonic())
+            if scheme == "http":
+                connection = http.client.HTTPConnection(host, port, timeout=left_s)
+            else:
+                connection = http.client.HTTPSConnection(host, port, timeout=left_s, context=contexts.pop(0))
+            try:
+                connection.connect()
+            except ssl.SSLCertVerificationError as error:
+                if not contexts or error.verify_code not in _OTHERS_ISSUED:
+                    raise
+            else:
+                return connection
 
 
 def _check_name(host: str, port: int | None) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from kv_core.errors import ConfigError
 from kv_remote.host_port import HostPort, read_host_port
+from kv_server.peers.security import trust
 from kv_server.report import DrainState
 
 from kv_cluster.client import ANSWER_S, Client, NotDone, shown
@@ -490,19 +491,21 @@ def open_fleet(
         seed = f"http://{HostPort('127.0.0.1', address.port) if address.is_unspecified else address}"
     if seed and not re.fullmatch(r"https?://[^/?#@\s]+/?", seed):
         raise ConfigError("--seed: write http://HOST:PORT or https://HOST:PORT")
-    tls = _tls(finder.ca_file) if "https" in (scheme, seed.partition(":")[0]) else None
+    tls = _tls(finder.ca_file) if "https" in (scheme, seed.partition(":")[0]) else []
     return Fleet(Client(token, tls), finder, seed.rstrip("/"), timeout_s)
 
 
-def _tls(ca_file: str) -> ssl.SSLContext:
-    """For https: a certificate of the system's authorities, or of the peers' one."""
-    context = ssl.create_default_context()
+def _tls(ca_file: str) -> list[ssl.SSLContext]:
+    """For https: a certificate of the peers' authority that is not revoked, or one of the system's, which have no
+    lists here."""
+    contexts = [ssl.create_default_context()]
     if ca_file:
+        contexts.insert(0, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         try:
-            context.load_verify_locations(ca_file)
+            trust(contexts[0], ca_file)
         except OSError as error:
             raise ConfigError(f"peers: tls_ca_file {ca_file} cannot be used: {error}") from None
-    return context
+    return contexts
 
 
 def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s: float) -> "dict[Member, T | NotDone]":
