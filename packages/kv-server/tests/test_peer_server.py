@@ -322,6 +322,28 @@ def test_a_revoked_certificate_counts_no_more(ending: ExitStack, tmp_path: Path,
     assert tier_at(ending, port_of(server), **client_files).holds(KEYS) == [True] * 3
 
 
+@pytest.mark.parametrize("revoked", ["server", "client"])
+def test_a_revocation_ends_connections_that_are_open(ending: ExitStack, tmp_path: Path, revoked: str) -> None:
+    """On the side that has the list. Who was not revoked connects again at once."""
+    assert main(["peers", "init", str(tmp_path / "peers"), "localhost", "client", "other"]) == 0
+    server_files, client_files = (files_in(tmp_path / "peers" / name) for name in ("localhost", "client"))
+    former = tmp_path / "former.pem"
+    former.write_bytes(Path(server_files["tls_ca_file"]).read_bytes())
+    (server_files if revoked == "server" else client_files)["tls_ca_file"] = str(former)
+    server = filled(ending, **server_files)
+    tier = tier_at(ending, port_of(server), **client_files)
+    assert tier.holds(KEYS) == [True] * 3
+    (idle,) = tier._hosts.peers()[0]._idle
+    assert main(["peers", "revoke", str(tmp_path / "peers"), "other"]) == 0
+    assert tier.holds(KEYS) == [True] * 3
+    assert tier._hosts.peers()[0]._idle != [idle]
+    assert main(["peers", "revoke", str(tmp_path / "peers"), "localhost" if revoked == "server" else "client"]) == 0
+    asked = served_by(server).asked
+    with pytest.raises(TierDown):
+        tier.holds(KEYS)
+    assert served_by(server).asked == asked
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "10.0.0.1:9500"])
 @pytest.mark.parametrize("token", [False, True])
 def test_without_certificates_the_settings_must_say_that_this_is_meant(
