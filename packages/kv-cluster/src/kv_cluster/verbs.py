@@ -24,7 +24,7 @@ import msgspec
 from kv_core.errors import ConfigError
 from kv_remote.host_port import HostPort, read_host_port
 from kv_server.peers.security import trust
-from kv_server.report import DrainState
+from kv_server.report import DrainState, nothing_moved
 
 from kv_cluster.client import ANSWER_S, Client, NotDone, shown
 from kv_cluster.here import HeldHere, ReadsPeers
@@ -74,6 +74,7 @@ class ServerShown(msgspec.Struct, frozen=True):
     uptime_s: float
     caches: list[CacheShown]
     opening: int = 0
+    keeps: list[str] = []
     frozen: bool = False
     for_s: dict[str, float] = {}
 
@@ -322,16 +323,23 @@ class Fleet:
             until_s = time.monotonic() + self._timeout_s
             body = {"timeout_s": self._timeout_s} | ({} if max_bytes is None else {"max_bytes": max_bytes})
             drains = self._client.post(member, "/drain", body, _Drains).caches
-            while any(drain.phase == "draining" for drain in drains):
+            # A cache that is being opened is drained once it is open.
+            while (
+                any(drain.phase == "draining" for drain in drains)
+                or (state := self._client.get(member, "/status", ServerShown)).opening
+            ):
                 if time.monotonic() > until_s + ANSWER_S:
                     return False, f"it is still draining after {self._timeout_s:g} s, and goes on", {}
                 time.sleep(_POLL_S)
+                before = drains
                 try:
                     drains = self._client.get(member, "/drain", _Drains).caches
                 except NotDone as why:
                     raise NotDone(f"its drain has begun, and it stopped answering: {why}; run it again") from None
-                if not drains:
+                if before and not drains:
                     return False, "someone ended the drain, or the server was started again", {}
+            if state.keeps and not drains:
+                return False, shown(nothing_moved(state.keeps)), {}
             text = (
                 "; ".join(shown(drain.spelled()) for drain in drains)
                 or "holds nothing: no engine has registered a format"
