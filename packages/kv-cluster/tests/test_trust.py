@@ -20,6 +20,7 @@ from kv_core.errors import ConfigError
 from kv_remote.authority import Authority
 from kv_remote.host_port import HostPort
 from kv_server.directory.entries import VERSION, Entry, encode
+from kv_server.directory.mirror import MAX_OF_HOST
 from kv_server.directory.signatures import Signatures
 from kv_testing.cache_servers import join_at, store
 from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
@@ -249,6 +250,18 @@ def test_a_server_that_has_left_one_stream_is_still_in_the_other(fleet: FourServ
         last = Signatures(security_of(files), other, "test").verified(fields[b"e"])
         write(fleet, signed(entry_at(last.address, leaves=True, host=last.host), files, other), namespace=other)
         assert len(fleet.texts("health")) == 4
+
+
+def test_one_host_takes_no_more_than_its_places_in_the_list(fleet: FourServers) -> None:
+    """Its certificate signs for any port of its name, and so for as many as would keep the others out."""
+    finder = Finder([{"type": "peers", "directory": {"url": fleet.url}, **fleet.tls[0]}], Reach("http", 9400, False))
+    for port in range(1, 41):
+        finder._note("n", entry_at(f"127.0.0.11:{port}", port.to_bytes(16, "little")), 20)
+    assert len(finder.listed()) == MAX_OF_HOST
+    finder._note("n", entry_at("127.0.0.11:1", (1).to_bytes(16, "little"), leaves=True), 20)
+    for address in ("127.0.0.11:99", "127.0.0.11:100", "127.0.0.12:1"):
+        finder._note("n", entry_at(address), 20)
+    assert len(finder.listed()) == MAX_OF_HOST + 1
 
 
 def test_a_name_of_several_servers_is_not_taken_for_one(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
