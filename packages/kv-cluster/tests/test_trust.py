@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import redis
 from kv_cluster.client import Client, NotDone
-from kv_cluster.members import Finder, Reach
+from kv_cluster.members import Finder, Member, Reach
 from kv_cluster.verbs import _Count, _tls
 from kv_core.errors import ConfigError
 from kv_remote.authority import Authority
@@ -24,6 +25,7 @@ from kv_server.directory.mirror import MAX_OF_HOST
 from kv_server.directory.signatures import Signatures
 from kv_testing.cache_servers import join_at, store
 from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
+from kv_testing.servers import Answering
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import PeerSecurity
@@ -303,6 +305,29 @@ def test_whatever_a_server_answers_is_shown_in_a_line(fleet: FourServers, impost
     good, bad = answer["servers"]
     assert status == 1 and good["done"] and not bad["done"]
     assert bad["text"].isprintable() and len(bad["text"]) < 450
+
+
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"])
+def test_an_answer_that_comes_in_drops_ends_in_time(begins: bytes) -> None:
+    """Each byte comes soon enough, in the headers or the body."""
+    ended = threading.Event()
+
+    def drip(sock: socket.socket) -> None:
+        sock.sendall(begins)
+        for sent in range(500):
+            sock.sendall(b"HTTP/1.1 200 OK\r\nA: "[sent : sent + 1] or b"a")
+            if ended.wait(0.01):
+                return
+
+    drips = Answering(drip)
+    client, began_s = Client("", []), time.monotonic()
+    try:
+        with pytest.raises(NotDone, match=r"no answer from .* within 0\.5 s"):
+            client._ask(Member("a", f"http://127.0.0.1:{drips.port}"), "/status", None, _Count, 0.5)
+        assert time.monotonic() - began_s < 2.5
+    finally:
+        ended.set()
+        drips.close()
 
 
 def test_what_a_server_says_of_itself_is_shown_escaped(fleet: FourServers, impostor: Impostor) -> None:

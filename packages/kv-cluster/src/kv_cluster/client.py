@@ -2,13 +2,14 @@
 the others' verbs."""
 
 import http.client
+import io
 import socket
 import ssl
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -95,6 +96,8 @@ class Client:
         assert parts.hostname is not None
         _check_name(parts.hostname, parts.port)
         connection = self._connected(parts.scheme, parts.hostname, parts.port, until_s)
+        sock = connection.sock
+        connection.sock = _Timed(sock, until_s)
         method, headers, sent = "GET", {}, None
         if body is not None:
             headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
@@ -107,12 +110,10 @@ class Client:
                     nbytes += len(piece)
                     if nbytes > MAX_ANSWER_BYTES:
                         raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
-                    if time.monotonic() > until_s:
-                        raise TimeoutError
                     pieces.append(piece)
                 return response.status, b"".join(pieces)
         finally:
-            connection.close()
+            sock.close()
 
     def _connected(self, scheme: str, host: str, port: int | None, until_s: float) -> http.client.HTTPConnection:
         contexts = list(self.tls)
@@ -129,6 +130,34 @@ class Client:
                     raise
             else:
                 return connection
+
+
+class _Timed(io.RawIOBase):
+    """What `http.client` uses of a socket, up to a deadline: its own time-outs are those of each byte."""
+
+    def __init__(self, sock: socket.socket, until_s: float) -> None:
+        self._sock, self._until_s = sock, until_s
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Timed(self._sock, self._until_s))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        return self._armed().recv_into(into)
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._armed().send(left) :]
+
+    def _armed(self) -> socket.socket:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+        return self._sock
 
 
 def _check_name(host: str, port: int | None) -> None:
