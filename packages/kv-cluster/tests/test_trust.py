@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,19 +14,25 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from kv_cluster.members import Finder, Reach
+from kv_cluster.client import Client, NotDone
+from kv_cluster.members import Finder, Member, Reach
+from kv_cluster.verbs import _Count, _tls
 from kv_core.errors import ConfigError
 from kv_remote.authority import Authority
+from kv_remote.host_port import HostPort
 from kv_server.directory.entries import VERSION, Entry, encode
+from kv_server.directory.mirror import MAX_OF_HOST
 from kv_server.directory.signatures import Signatures
 from kv_testing.cache_servers import join_at, store
 from kv_testing.fleet import TOKEN, FourServers, free_port, prompt
+from kv_testing.servers import Answering
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import PeerSecurity
 from kv_tiers.tier import TierContext
 
 NAMESPACE = TierContext(CHUNK_BYTES, CHUNK_BYTES, "f").namespace
+KINDS = ("ca", "cert", "key")
 STATUS: dict[str, Any] = {
     "package": "0.1.0",
     "uptime_s": 1.0,
@@ -169,6 +176,37 @@ def test_the_token_goes_through_tls_to_whom_the_certificate_names(fleet: FourSer
         assert ("certificate verify failed" in answer["servers"][0]["text"]) != is_right
 
 
+def test_a_revoked_host_is_sent_no_token_and_the_systems_authorities_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, port = tmp_path / "ours", free_port()
+    ours, others = Authority(made, create=True), Authority(tmp_path / "systems", create=True)
+    files = {name: directory.issue(["127.0.0.11"], 1) for name, directory in (("ours", ours), ("systems", others))}
+    monkeypatch.setenv("SSL_CERT_FILE", str(files["systems"] / "ca.pem"))
+
+    def cleared(issuer: str) -> tuple[bool, str]:
+        """Whether a proxy with this certificate was sent the token, and why not."""
+        proxy = Impostor("127.0.0.11", port, {f"tls_{kind}_file": str(files[issuer] / f"{kind}.pem") for kind in KINDS})
+        member = Reach("https", port, False).member(HostPort("127.0.0.11", 9500), is_signed=True)
+        try:
+            Client(TOKEN, _tls(str(made / "ca.pem"))).post(member, "/clear", {}, _Count)
+            text = ""
+        except NotDone as why:
+            text = str(why)
+        finally:
+            proxy.close()
+        return TOKEN.encode() in b"".join(proxy.received), text
+
+    assert cleared("ours")[0] and cleared("systems")[0]
+    ours.revoke("127.0.0.11")
+    was_sent, text = cleared("ours")
+    assert not was_sent and "certificate revoked" in text
+    assert cleared("systems")[0]
+    monkeypatch.setenv("SSL_CERT_FILE", str(made / "ca.pem"))  # where the system trusts the same authority
+    was_sent, text = cleared("ours")
+    assert not was_sent and "certificate revoked" in text
+
+
 def test_a_list_of_the_others_leaves_its_own_server_out_of_nothing(fleet: FourServers) -> None:
     """Else what all but one were cleared of would be read there again."""
     keys = prompt("listed by the others", 2)
@@ -216,6 +254,18 @@ def test_a_server_that_has_left_one_stream_is_still_in_the_other(fleet: FourServ
         assert len(fleet.texts("health")) == 4
 
 
+def test_one_host_takes_no_more_than_its_places_in_the_list(fleet: FourServers) -> None:
+    """Its certificate signs for any port of its name, and so for as many as would keep the others out."""
+    finder = Finder([{"type": "peers", "directory": {"url": fleet.url}, **fleet.tls[0]}], Reach("http", 9400, False))
+    for port in range(1, 41):
+        finder._note("n", entry_at(f"127.0.0.11:{port}", port.to_bytes(16, "little")), 20)
+    assert len(finder.listed()) == MAX_OF_HOST
+    finder._note("n", entry_at("127.0.0.11:1", (1).to_bytes(16, "little"), leaves=True), 20)
+    for address in ("127.0.0.11:99", "127.0.0.11:100", "127.0.0.12:1"):
+        finder._note("n", entry_at(address), 20)
+    assert len(finder.listed()) == MAX_OF_HOST + 1
+
+
 def test_a_name_of_several_servers_is_not_taken_for_one(fleet: FourServers, monkeypatch: pytest.MonkeyPatch) -> None:
     found, known = socket.getaddrinfo, fleet.name(0)
 
@@ -255,6 +305,29 @@ def test_whatever_a_server_answers_is_shown_in_a_line(fleet: FourServers, impost
     good, bad = answer["servers"]
     assert status == 1 and good["done"] and not bad["done"]
     assert bad["text"].isprintable() and len(bad["text"]) < 450
+
+
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"])
+def test_an_answer_that_comes_in_drops_ends_in_time(begins: bytes) -> None:
+    """Each byte comes soon enough, in the headers or the body."""
+    ended = threading.Event()
+
+    def drip(sock: socket.socket) -> None:
+        sock.sendall(begins)
+        for sent in range(500):
+            sock.sendall(b"HTTP/1.1 200 OK\r\nA: "[sent : sent + 1] or b"a")
+            if ended.wait(0.01):
+                return
+
+    drips = Answering(drip)
+    client, began_s = Client("", []), time.monotonic()
+    try:
+        with pytest.raises(NotDone, match=r"no answer from .* within 0\.5 s"):
+            client._ask(Member("a", f"http://127.0.0.1:{drips.port}"), "/status", None, _Count, 0.5)
+        assert time.monotonic() - began_s < 2.5
+    finally:
+        ended.set()
+        drips.close()
 
 
 def test_what_a_server_says_of_itself_is_shown_escaped(fleet: FourServers, impostor: Impostor) -> None:

@@ -267,6 +267,27 @@ def test_of_hundreds_of_servers_some_are_queried_at_a_time(monkeypatch: pytest.M
     assert max(now) == hanging
 
 
+@pytest.mark.parametrize("keeps", [["disk"], []])
+def test_a_drain_of_no_cache_is_done_only_if_nothing_may_be_held(
+    monkeypatch: pytest.MonkeyPatch, keeps: list[str]
+) -> None:
+    """As at a restarted server whose disk has chunks, and while the cache of a format is being opened."""
+    states = iter([0, 1, 0])  # as it is found, and then after each look at its drain
+    asked = []
+
+    def exchange(_: client.Client, url: str, path: str, body: object, until_s: float) -> tuple[int, bytes]:
+        asked.append(path)
+        state = {"package": "1", "uptime_s": 1.0, "keeps": keeps, "opening": next(states) if path == "/status" else 0}
+        return 200, msgspec.json.encode({**state, "caches": []})
+
+    monkeypatch.setattr(client.Client, "_exchange", exchange)
+    peers = {"type": "peers", "hosts": ["127.0.0.1:95"], "unprotected": True}
+    fleet = open_fleet([peers], "127.0.0.1:94", TOKEN, timeout_s=5.0)
+    (outcome,) = fleet.drain(fleet.member("127.0.0.1"), max_bytes=None)
+    assert outcome.done == (not keeps) and asked == ["/status", "/drain", "/status", "/drain", "/status"]
+    assert ("it does not know what disk may hold" if keeps else "holds nothing") in outcome.text
+
+
 def test_those_behind_servers_that_never_answer_are_not_queried_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "_MEMBERS_AT_ONCE", 2)
     answered = threading.Event()

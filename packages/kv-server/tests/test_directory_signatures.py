@@ -107,6 +107,26 @@ def test_renewed_files_count_at_once(authority: Authority, tmp_path: Path) -> No
         ours.signed(ENTRY)
 
 
+def test_a_revoked_host_signs_nothing_more(tmp_path: Path) -> None:
+    """Nor for a reader that knows its certificate already; a list that another authority signed revokes nothing."""
+    made = tmp_path / "ours"
+    assert main(["peers", "init", str(made), "localhost", "reader"]) == 0
+    ours, theirs = ({f"tls_{kind}_file": str(made / name / f"{kind}.pem") for kind in ("ca", "cert", "key")}
+                    for name in ("localhost", "reader"))  # fmt: skip
+    public = (made / "ca.pem").read_bytes()
+    reader, written = signatures(theirs), signatures(ours).signed(ENTRY)
+    assert reader.verified(written) == ENTRY
+    assert main(["peers", "revoke", str(made), "localhost"]) == 0
+    with pytest.raises(InputError, match="it was revoked"):
+        reader.verified(written)
+    assert main(["peers", "init", str(tmp_path / "others"), "localhost"]) == 0
+    (tmp_path / "others" / "localhost" / "cert.pem").write_bytes((made / "localhost" / "cert.pem").read_bytes())
+    assert main(["peers", "revoke", str(tmp_path / "others"), "localhost"]) == 0
+    forged = (tmp_path / "others" / "ca.pem").read_bytes()
+    Path(theirs["tls_ca_file"]).write_bytes(public + forged[forged.index(b"-----BEGIN X509 CRL") :])
+    assert reader.verified(written) == ENTRY
+
+
 @given(st.binary(max_size=300), st.integers(0, 1 << 14), st.integers(0, 7))
 def test_damaged_entries_say_nothing_else(sturdy: tuple[Signatures, bytes], junk: bytes, at: int, bit: int) -> None:
     reader, written = sturdy

@@ -322,6 +322,42 @@ def test_a_revoked_certificate_counts_no_more(ending: ExitStack, tmp_path: Path,
     assert tier_at(ending, port_of(server), **client_files).holds(KEYS) == [True] * 3
 
 
+@pytest.mark.parametrize("revoked", ["server", "client"])
+def test_a_revocation_ends_connections_that_are_open(ending: ExitStack, tmp_path: Path, revoked: str) -> None:
+    """On the side that has the list. Who was not revoked connects again at once."""
+    assert main(["peers", "init", str(tmp_path / "peers"), "localhost", "client", "other"]) == 0
+    server_files, client_files = (files_in(tmp_path / "peers" / name) for name in ("localhost", "client"))
+    former = tmp_path / "former.pem"
+    former.write_bytes(Path(server_files["tls_ca_file"]).read_bytes())
+    (server_files if revoked == "server" else client_files)["tls_ca_file"] = str(former)
+    server = filled(ending, **server_files)
+    tier = tier_at(ending, port_of(server), **client_files)
+    assert tier.holds(KEYS) == [True] * 3
+    (idle,) = tier._hosts.peers()[0]._idle
+    assert main(["peers", "revoke", str(tmp_path / "peers"), "other"]) == 0
+    assert tier.holds(KEYS) == [True] * 3
+    assert tier._hosts.peers()[0]._idle != [idle]
+    assert main(["peers", "revoke", str(tmp_path / "peers"), "localhost" if revoked == "server" else "client"]) == 0
+    asked = served_by(server).asked
+    with pytest.raises(TierDown):
+        tier.holds(KEYS)
+    assert served_by(server).asked == asked
+
+
+def test_a_format_that_differs_in_smaller_groups_leaves_the_first_one_to_its_peers(ending: ExitStack) -> None:
+    server = filled(ending)
+    tier, formats = tier_at(ending, port_of(server)), server.server.formats
+    first = formats.for_peers(CONTEXT.namespace)
+    assert first is not None
+    other = join_at(server.path, group_bytes=(CHUNK_BYTES, CHUNK_BYTES // 2))
+    ending.callback(other.close)
+    assert len(server.server.caches) == 2
+    assert formats.for_peers(CONTEXT.namespace) == first and tier.holds(KEYS) == [True] * 3
+    formats.publish(((CHUNK_BYTES,), "f"), first[0])  # as with tiers that were opened again
+    again = formats.for_peers(CONTEXT.namespace)
+    assert again is not None and again[0] is first[0] and again[1] is not first[1]
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "10.0.0.1:9500"])
 @pytest.mark.parametrize("token", [False, True])
 def test_without_certificates_the_settings_must_say_that_this_is_meant(

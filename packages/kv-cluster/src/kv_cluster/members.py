@@ -18,6 +18,7 @@ from kv_remote.host_port import HostPort, read_host_port
 from kv_remote.messages import decoded
 from kv_server.directory.directory import BEGINNING, DirectoryConfig, Position, Stream
 from kv_server.directory.entries import Entry, decode
+from kv_server.directory.mirror import MAX_OF_HOST
 from kv_server.peers.security import check_protected, signatures_of
 from kv_server.peers.tier import PeersTierConfig
 from kv_tiers.approximate import fingerprint_of_tier
@@ -89,6 +90,7 @@ class Finder:
         self._own = read_host_port(listen, "peers: listen") if listen else None
         self._read: set[str] = set()
         self._latest: dict[tuple[str, str], Entry] = {}  # by stream and address, as a server may leave one of them
+        self._of_host: Counter[tuple[str, bytes]] = Counter()  # by stream
         self.invalid = 0
         """Entries that are not what a server of this authority writes."""
 
@@ -160,12 +162,15 @@ class Finder:
             stream.close()
 
     def _note(self, namespace: str, entry: Entry, max_hosts: int) -> None:
-        place = namespace, entry.address
+        place, host = (namespace, entry.address), (namespace, entry.host_port().identity)
         known = self._latest.get(place)
-        if not entry.leaves and (known is not None or len(self._latest) < max_hosts):
+        has_room = len(self._latest) < max_hosts and self._of_host[host] < MAX_OF_HOST
+        if not entry.leaves and (known is not None or has_room):
             self._latest[place] = entry
+            self._of_host[host] += known is None
         elif entry.leaves and known is not None and known.host == entry.host:  # else another has taken its address over
             del self._latest[place]
+            self._of_host[host] -= 1
 
 
 def _with_own(listed: set[HostPort], own: HostPort | None) -> set[HostPort]:

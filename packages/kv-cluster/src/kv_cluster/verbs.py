@@ -23,7 +23,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 from kv_core.errors import ConfigError
 from kv_remote.host_port import HostPort, read_host_port
-from kv_server.report import DrainState
+from kv_server.peers.security import trust
+from kv_server.report import DrainState, nothing_moved
 
 from kv_cluster.client import ANSWER_S, Client, NotDone, shown
 from kv_cluster.here import HeldHere, ReadsPeers
@@ -73,6 +74,7 @@ class ServerShown(msgspec.Struct, frozen=True):
     uptime_s: float
     caches: list[CacheShown]
     opening: int = 0
+    keeps: list[str] = []
     frozen: bool = False
     for_s: dict[str, float] = {}
 
@@ -319,16 +321,23 @@ class Fleet:
             until_s = time.monotonic() + self._timeout_s
             body = {"timeout_s": self._timeout_s} | ({} if max_bytes is None else {"max_bytes": max_bytes})
             drains = self._client.post(member, "/drain", body, _Drains).caches
-            while any(drain.phase == "draining" for drain in drains):
+            # A cache that is being opened is drained once it is open.
+            while (
+                any(drain.phase == "draining" for drain in drains)
+                or (state := self._client.get(member, "/status", ServerShown)).opening
+            ):
                 if time.monotonic() > until_s + ANSWER_S:
                     return False, f"it is still draining after {self._timeout_s:g} s, and goes on", {}
                 time.sleep(_POLL_S)
+                before = drains
                 try:
                     drains = self._client.get(member, "/drain", _Drains).caches
                 except NotDone as why:
                     raise NotDone(f"its drain has begun, and it stopped answering: {why}; run it again") from None
-                if not drains:
+                if before and not drains:
                     return False, "someone ended the drain, or the server was started again", {}
+            if state.keeps and not drains:
+                return False, shown(nothing_moved(state.keeps)), {}
             text = (
                 "; ".join(shown(drain.spelled()) for drain in drains)
                 or "holds nothing: no engine has registered a format"
@@ -488,19 +497,21 @@ def open_fleet(
         seed = f"http://{HostPort('127.0.0.1', address.port) if address.is_unspecified else address}"
     if seed and not re.fullmatch(r"https?://[^/?#@\s]+/?", seed):
         raise ConfigError("--seed: write http://HOST:PORT or https://HOST:PORT")
-    tls = _tls(finder.ca_file) if "https" in (scheme, seed.partition(":")[0]) else None
+    tls = _tls(finder.ca_file) if "https" in (scheme, seed.partition(":")[0]) else []
     return Fleet(Client(token, tls), finder, seed.rstrip("/"), timeout_s)
 
 
-def _tls(ca_file: str) -> ssl.SSLContext:
-    """For https: a certificate of the system's authorities, or of the peers' one."""
-    context = ssl.create_default_context()
+def _tls(ca_file: str) -> list[ssl.SSLContext]:
+    """For https: a certificate of the peers' authority that is not revoked, or one of the system's, which have no
+    lists here."""
+    contexts = [ssl.create_default_context()]
     if ca_file:
+        contexts.insert(0, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         try:
-            context.load_verify_locations(ca_file)
+            trust(contexts[0], ca_file)
         except OSError as error:
             raise ConfigError(f"peers: tls_ca_file {ca_file} cannot be used: {error}") from None
-    return context
+    return contexts
 
 
 def _together(members: Sequence[Member], work: Callable[[Member], T], timeout_s: float) -> "dict[Member, T | NotDone]":

@@ -27,6 +27,11 @@ class HostPort(msgspec.Struct, frozen=True):
             return None
 
     @property
+    def identity(self) -> bytes:
+        """Of the host: the same however it is spelled."""
+        return self.host.lower().encode() if self.address is None else self.address.packed
+
+    @property
     def is_loopback(self) -> bool:
         return self.host == LOOPBACK_NAME or (self.address is not None and self.address.is_loopback)
 

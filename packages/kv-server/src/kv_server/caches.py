@@ -163,6 +163,8 @@ class Caches:
         context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, wanted[1])
         side = peer_side(cache)
         reads = side.reads(wanted[1])
+        if self._for_peers.setdefault(context.namespace, (cache, reads))[0] is not cache:
+            return  # of formats that differ in the sizes of smaller groups only, the first one has the namespace
         self._for_peers[context.namespace] = cache, reads
         if self.peers_address is not None:
             side.publish(reads, self.peers_address)

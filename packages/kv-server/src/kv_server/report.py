@@ -2,7 +2,7 @@
 top`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -45,6 +45,14 @@ class DrainState:
         parts += [f"{count:,} {what}" for count, what in counts if count]
         why = f" ({self.why})" if self.why else ""
         return f"{self.phase}{why}: of {self.chunks:,} chunks {', '.join(parts)}"
+
+
+def nothing_moved(keeps: Sequence[str]) -> str:
+    """What a drain of no cache says. keeps: as for `Report`."""
+    return (
+        "nothing was moved: no engine has registered since this server started, so it does not know what "
+        f"{' and '.join(keeps)} may hold. Drain it before it is stopped, or start an engine first"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kv_core.testing import key_chain
 from kv_remote.host_port import HostPort
 from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import MAX_CHANGES, SHARDS, VERSION, Entry, decode, encode, names_of, pack, unpack
-from kv_server.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Trust
+from kv_server.directory.mirror import MAX_BACKOFF_S, MAX_OF_HOST, MAX_WAITING, Host, Mirror, Trust
 from kv_testing.wait import joined
 from kv_tiers.index.journal import Journal
 
@@ -394,6 +394,26 @@ def test_memory_is_bounded_whatever_is_written(lies: str) -> None:
         (host,) = mirror.begin_repairs(1, 0.0)
         repair(mirror, host, model, 0.0)
         assert mirror.counts().names == 10 and mirror.counts().left_out == 0
+
+
+@pytest.mark.parametrize(("one", "other"), [("kv-a.internal", "KV-A.internal"), ("[::1]", "[0::1%a]")])
+def test_one_host_takes_no_more_than_its_places_however_it_spells_its_name(one: str, other: str) -> None:
+    """A certificate is for a name, with any port."""
+    mirror = new_mirror(max_hosts=40)
+
+    def taken(id_: int, address: str, *, leaves: bool = False) -> int:
+        mirror.take(Entry(VERSION, id_.to_bytes(16, "little"), address, 1, 0, bytes(8), leaves=leaves), 0.0)
+        return mirror.counts().hosts
+
+    for port in range(1, 41):
+        taken(port, f"{one if port % 2 else other}:{port}")
+    assert mirror.counts().hosts == MAX_OF_HOST
+    assert taken(100, "kv-b.internal:9500") == MAX_OF_HOST + 1
+    assert taken(101, f"{one}:1") == MAX_OF_HOST + 1  # it was restarted
+    assert taken(101, f"{one}:1", leaves=True) == MAX_OF_HOST
+    assert taken(102, f"{other}:99") == MAX_OF_HOST + 1
+    mirror.expire(LEASE_S + 1)
+    assert not mirror._of_host
 
 
 def test_who_is_at_another_address_cannot_speak_for_a_host_or_end_it() -> None:

@@ -10,6 +10,7 @@ A host that has written nothing for `lease_s` is dropped with all its names; so 
 another. This file does no I/O and has no clock.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -25,6 +26,8 @@ from kv_server.report import MirrorCounts
 
 MAX_WAITING: Final = 256
 """Entries of one host that wait for its repair. If there are more it is repaired again."""
+MAX_OF_HOST: Final = 16
+"""Addresses of one host. Its certificate signs for any port, and so for as many as would keep the others out."""
 MIN_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 60.0
 
@@ -96,7 +99,7 @@ class Mirror:
     def __init__(self, *, lease_s: float, max_names: int, max_hosts: int) -> None:
         """lease_s: how long a host is known after its last entry.
         max_names: (name, host) pairs. A host for whose names there is no room is left out.
-        max_hosts: further ones are ignored.
+        max_hosts: further ones are ignored, and more than `MAX_OF_HOST` of one host.
         """
         self._lease_s = lease_s
         self._max_names = max_names
@@ -105,6 +108,7 @@ class Mirror:
         self._table = HolderTable()
         self._hosts: dict[bytes, Host] = {}
         self._by_address: dict[HostPort, Host] = {}
+        self._of_host: Counter[bytes] = Counter()
         self._by_number: list[Host | None] = [None] * (MAX_HOSTS + 1)
         self._numbers = 0
         self._free_numbers: list[int] = []
@@ -276,7 +280,7 @@ class Mirror:
         address = entry.host_port()
         if (previous := self._by_address.get(address)) is not None:
             self._drop(previous)  # it was restarted
-        if len(self._hosts) >= self._max_hosts:
+        if len(self._hosts) >= self._max_hosts or self._of_host[address.identity] >= MAX_OF_HOST:
             return None
         if self._free_numbers:
             number = self._free_numbers.pop()
@@ -285,11 +289,13 @@ class Mirror:
             number = self._numbers
         host = Host(entry.host, address, number, now_s)
         self._hosts[entry.host] = self._by_address[address] = self._by_number[number] = host
+        self._of_host[address.identity] += 1
         return host
 
     def _drop(self, host: Host) -> None:
         self._by_number[host.number] = None
         del self._hosts[host.id], self._by_address[host.address]
+        self._of_host -= Counter([host.address.identity])
         self._table.drop(host.number)
         self._free_numbers.append(host.number)
 

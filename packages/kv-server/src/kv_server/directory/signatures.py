@@ -2,10 +2,12 @@
 
 An entry is signed with the key of its host's TLS certificate, and carries the certificate. A reader accepts it if the
 certificate is one of its own authority's, is valid now, and names the host of the entry's address: that host is then
-the only one that a reader connects to. Someone who repeats an old entry, or leaves entries out, causes misses: a host
-is read only once the process that signed has answered there, so entries need no time in them.
+the only one that a reader connects to. A certificate that the authority has revoked counts no more. Someone who
+repeats an old entry, or leaves entries out, causes misses: a host is read only once the process that signed has
+answered there, so entries need no time in them.
 """
 
+import re
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,6 +27,7 @@ from cryptography.x509 import (
     SubjectAlternativeName,
     load_der_x509_certificate,
     load_pem_x509_certificates,
+    load_pem_x509_crl,
 )
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 from kv_core.errors import ConfigError, InputError
@@ -36,6 +39,7 @@ from kv_server.directory.entries import MAX_CHAIN_BYTES, MAX_ENTRY_BYTES, Entry,
 
 _MAX_VERIFIED: Final = 4096
 _MAX_CHAIN: Final = 4
+_LISTS: Final = re.compile(b"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
 _CONTEXT: Final = b"kv-directory "
 """What the keys sign here begins with this, so that it is nothing else that they might sign."""
 
@@ -74,11 +78,13 @@ class _Own:
 
 
 class _Authority:
-    """The certificate authorities, and which certificates they were found to have issued."""
+    """The certificate authorities, what they have revoked, and which certificates they were found to have issued."""
 
     def __init__(self, ca_file: str, where: str) -> None:
         try:
-            self._store = Store(load_pem_x509_certificates(Path(ca_file).read_bytes()))
+            file = Path(ca_file).read_bytes()
+            self._store = Store(load_pem_x509_certificates(file))
+            self._lists = [load_pem_x509_crl(found[0]) for found in _LISTS.finditer(file)]
         except (OSError, ValueError) as error:
             raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
         self._verified: dict[tuple[bytes, str], tuple[PublicKey, datetime]] = {}
@@ -108,7 +114,14 @@ class _Authority:
         # What authorities of one's own write into other extensions is their affair, as it is OpenSSL's for connections.
         policy = PolicyBuilder().store(self._store).time(now)
         policy = policy.extension_policies(ca_policy=_needs(BasicConstraints), ee_policy=_needs(SubjectAlternativeName))
-        policy.build_server_verifier(name).verify(certificate, others)
+        issuer = policy.build_server_verifier(name).verify(certificate, others)[:2][-1]
+        for revoked in self._lists:
+            if (
+                revoked.issuer == issuer.subject
+                and revoked.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None
+                and revoked.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]  # it has signed, so it can
+            ):
+                raise ValueError("it was revoked")
         key = certificate.public_key()
         if not isinstance(key, PublicKey):
             raise ValueError("its key signs nothing")

@@ -77,7 +77,9 @@ class Peer:
             idle = self._idle.pop() if self._idle else None
             self.conversations += 1
         try:
-            if idle is not None:
+            if idle is not None and not idle.is_current(self._tls):
+                idle.close()
+            elif idle is not None:
                 received_bytes = idle.received_bytes
                 try:
                     return self._talk(idle, work, timeout_s)

@@ -76,15 +76,21 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         try:
-            context.load_verify_locations(security.tls_ca_file)
-            if _CRL in Path(security.tls_ca_file).read_bytes():
-                context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
+            trust(context, security.tls_ca_file)
             load_certificate(context, security.tls_cert_file, security.tls_key_file, where)
         except OSError as error:
             raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
         return context
 
     return TlsFiles(make, files, where)
+
+
+def trust(context: ssl.SSLContext, ca_file: str) -> None:
+    """Have the context accept what these authorities issued and, by the lists in the file, have not revoked. Raises
+    `OSError`: the file cannot be used."""
+    context.load_verify_locations(ca_file)
+    if _CRL in Path(ca_file).read_bytes():
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
 
 
 def nixl_starter(security: PeerSecurity, where: str) -> Callable[[int], NixlProcess] | None:

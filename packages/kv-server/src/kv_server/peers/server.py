@@ -202,6 +202,8 @@ class PeerServer:
         while True:
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
             self._end_staging()
+            if not stream.is_current(self._tls):
+                return  # a peer that still may connects again by itself
             self._set_answering(not isinstance(request, wire.Follow))  # which waits for what may never come
             self._answer_request(stream, request, deadline)
             self._set_answering(False)

@@ -27,6 +27,7 @@ bytes.
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from kv_core.log import on_one_line
 from kv_remote.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 from kv_remote.nixl import MAX_METADATA_BYTES
 from kv_remote.timed_socket import TimedSocket
+from kv_remote.tls_files import TlsFiles
 from kv_tiers.tier import Write
 
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
@@ -345,6 +347,10 @@ class PeerStream(TimedSocket):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, _WAIT_S)
+
+    def is_current(self, tls: TlsFiles | None) -> bool:
+        """Whether the other side was admitted by the files as they are now: it may have been revoked since."""
+        return tls is None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.context is tls.current())
 
     def introduce(self, token: bytes, deadline: float) -> bytes:
         """The connecting side's handshake. Returns the listening process's identifier. Raises `PermissionError`: the

@@ -33,7 +33,7 @@ from kv_core.tools.cli import (
 from kv_server import wire
 from kv_server.connection import ask_server, ask_server_for
 from kv_server.explained import chunks_text, explained_text, runs_text, why_unknown
-from kv_server.report import DrainState, Report, chunk_tokens_of
+from kv_server.report import DrainState, Report, chunk_tokens_of, nothing_moved
 
 A = TypeVar("A", bound=wire.Answer)
 _ANSWER_S: Final = 5.0
@@ -165,11 +165,7 @@ def _drain(args: argparse.Namespace) -> int:
         say("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
         return 1
     if not states and report.keeps:
-        say(
-            "kv drain: nothing was moved: no engine has registered since this server started, so it does not know what "
-            f"{' and '.join(report.keeps)} may hold. Drain it before it is stopped, or start an engine first",
-            file=sys.stderr,
-        )
+        say(f"kv drain: {nothing_moved(report.keeps)}", file=sys.stderr)
         return 1
     if not states and not args.json:
         say("nothing is held: no engine has registered a format")
