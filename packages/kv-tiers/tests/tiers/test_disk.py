@@ -438,8 +438,9 @@ def test_a_missing_device_among_several_is_refused_and_the_others_are_free_again
 def test_settings_that_make_no_sense_are_refused(box: DiskBox) -> None:
     with pytest.raises(ConfigError, match=f"write at least {bytes_for(CONTEXT, 1)}"):
         box.start(capacity_bytes=bytes_for(CONTEXT, 1) - 1)
-    with pytest.raises(ConfigError, match="wait_s"):
-        box.start(wait_s=-1)
+    for wait_s in (-1, 5.5, 10):
+        with pytest.raises(ConfigError, match=r"`wait_s` is .*; write 0 to 5, because"):
+            box.start(wait_s=wait_s)
     assert slots_for(DiskConfig(directory="x", capacity_bytes=bytes_for(CONTEXT, 7)), CONTEXT) == 7
 
 
