@@ -79,6 +79,20 @@ def test_a_policy_is_told_of_a_turns_end_by_what_it_knows_of_the_prompt() -> Non
     cache.close()
 
 
+def test_noop_evicts_nothing_of_windows_and_states() -> None:
+    cache = LocalCache(HostPool.anonymous("noop", 64, 8), policy=make_policy("noop", 8))
+    for session, held in enumerate((8, 0, 0)):
+        keys = prompt(session, 1, WINDOWS)
+        assert cache.lookup(keys, "r", shape=WINDOWS).chunks == 0
+        write = cache.begin_store(keys, "w")
+        assert len(write.keys) == held
+        cache.commit(write)
+        cache.end("r")
+    assert cache.lookup(prompt(0, 1, WINDOWS), "r", shape=WINDOWS).chunks == GROWN
+    assert cache.counts().chunks_evicted == 0
+    cache.close()
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_what_is_demoted_leaves_first_and_when_it_is_used_again_it_is_the_youngest(policy: str) -> None:
     slots = 18

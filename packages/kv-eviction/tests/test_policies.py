@@ -20,6 +20,7 @@ from kv_eviction.arc import ArcPolicy
 from kv_eviction.prefix import PrefixPolicy
 from kv_eviction.prefix.returns import Returns, class_of, growth_of
 from kv_eviction.prefix.segments import Rule
+from kv_eviction.simple import LfuPolicy
 from kv_eviction.testing import PolicyContract
 from kv_observe.sim import Served, TierPlan, optimum, simulate
 from kv_observe.trace_file import Trace, read_trace
@@ -58,6 +59,16 @@ class TestArc(PolicyContract):
 class TestLfu(PolicyContract):
     def make(self) -> EvictionPolicy:
         return make_policy("lfu", 6)
+
+    def test_hits_leave_nothing_behind(self) -> None:
+        policy = LfuPolicy()
+        often, once = key_chain(2, branch="often"), key_chain(2, branch="once")
+        policy.added([*often, *once], range(4))
+        for _ in range(1000):
+            policy.used(often, [0, 1])
+            assert policy.victim() == 3
+        assert len(policy._counts) == len(policy._in_heap) < 100
+        assert self.drained(policy) == [3, 2, 1, 0]
 
 
 class TestFifo(PolicyContract):

@@ -6,7 +6,7 @@ from functools import partial
 
 from kv_core.keys import NO_TENANT, ChunkKey
 from kv_core.testing import key_chain
-from kv_eviction import EvictionPolicy, make_policy
+from kv_eviction import EvictionPolicy, LruPolicy, make_policy
 from kv_eviction.shares import Shares
 from kv_eviction.testing import PolicyContract
 from kv_testing.tenants import ANN
@@ -51,6 +51,27 @@ class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
         divided.shares.set_quota(NO_TENANT, 8)
         divided.shares.end_move()
         return divided
+
+
+def test_a_miss_is_told_to_the_policy_of_the_tenants_share() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Told(LruPolicy):
+        def __init__(self, slots: int) -> None:
+            super().__init__()
+            self.slots = slots
+
+        def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+            told.append((self.slots, len(keys)))
+
+    shares = Shares(8, Told(8), Told)
+    prompt, anns = key_chain(4), key_chain(3, salt="ann")
+    shares.used(prompt, ())
+    shares.set_quota(anns[0].tenant, 2)
+    shares.end_move()
+    shares.used(prompt, ())
+    shares.used(anns, ())
+    assert told == [(8, 4), (8, 4), (2, 3)]
 
 
 def test_twenty_thousand_quotas_are_set_at_once() -> None:

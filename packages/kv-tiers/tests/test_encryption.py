@@ -99,6 +99,19 @@ def test_a_chunk_comes_back_and_its_payload_and_header_say_nothing(codec: Deflat
         assert read.pages == chunk.pages
 
 
+@pytest.mark.parametrize("cipher", [Cipher(KEY, "f"), None])
+def test_behind_a_payload_there_is_nothing_of_what_the_thread_decoded_before(cipher: Cipher | None) -> None:
+    """Tiers write whole pages, and an encoded payload seldom ends with one."""
+    by = Payloads(chunk_header.format_id(cipher.fingerprint if cipher else "f"), Deflate(), cipher=cipher)
+    chunk = outgoing(FIRST)
+    chunk.pages[NBYTES // 3 :] = bytes(NBYTES - NBYTES // 3)  # so that it has an encoding, of nearly a page
+    (longer,) = by.writes([chunk])
+    assert arrival(by, longer)[0].outcome == Loaded(NBYTES)
+    (shorter,) = by.writes([outgoing(SECOND, repeated=True)])
+    assert shorter.stored_bytes < longer.stored_bytes < 4096
+    assert not any(shorter.pages[shorter.stored_bytes : 4096])
+
+
 def test_the_same_chunk_is_another_ciphertext_each_time() -> None:
     by = payloads()
     assert len({bytes(by.writes([outgoing(FIRST)])[0].pages) for _ in range(50)}) == 50

@@ -13,7 +13,7 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
 
 from kv_eviction.policy import EvictionPolicy
-from kv_eviction.simple import LruPolicy
+from kv_eviction.simple import LruPolicy, NoopPolicy
 
 _MAX_GROUPS = 1 << 12
 """Number of groups that are remembered; further ones are left to the policy."""
@@ -126,7 +126,7 @@ class CoveragePolicy(EvictionPolicy):
 
     def victim(self) -> int | None:
         victim = self.policy.victim()
-        if not self.bounded_slots:
+        if not self.bounded_slots or isinstance(self.policy, NoopPolicy):
             return victim
         oldest_bounded = self._recent.victim()
         if oldest_bounded is None or victim is None:

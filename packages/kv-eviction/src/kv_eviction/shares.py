@@ -250,6 +250,9 @@ class Shares(EvictionPolicy):
             share.policy.added(share_keys, share_slots)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        if keys and not slots:  # a miss, from which policies learn, too
+            self.of(keys[0].tenant).policy.used(keys, slots)
+            return
         for share, share_keys, share_slots in self._by_share_of_prompt(keys, slots):
             share.policy.used(share_keys, share_slots)
 

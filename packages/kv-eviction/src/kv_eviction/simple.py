@@ -304,6 +304,9 @@ class LfuPolicy(EvictionPolicy):
             if uses not in self._in_heap:
                 self._in_heap.add(uses)
                 heapq.heappush(self._counts, uses)
+                if len(self._counts) > 64 + 2 * len(self._by_uses):
+                    # Victims remove only the lowest former counts; of others every use would leave one more.
+                    self._counts, self._in_heap = sorted(self._by_uses), set(self._by_uses)
         self._by_uses[uses][slot] = None
 
     def _take_out(self, slot: int) -> None:

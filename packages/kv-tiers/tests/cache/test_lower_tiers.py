@@ -96,10 +96,17 @@ def test_nobody_waits_longer_than_is_worth_it_and_what_comes_late_is_there_for_t
     tower.close()
 
 
-def test_a_wait_of_nothing_is_none() -> None:
-    tower = Tower(cold=ColdConfig(wait_s=0.0))
+def test_a_wait_of_nothing_is_none_and_what_comes_is_there_for_the_next() -> None:
+    tower = Tower(cold=ColdConfig(wait_s=0.0, prefetch_share=1.0))
     tower.store_below(KEYS)
-    assert tower.ask(KEYS).ended is Ended.ABSENT
+    for _ in range(2):
+        plan = tower.ask(KEYS)
+        assert (plan.chunks, plan.ended) == (0, Ended.ABSENT)
+    assert not tower.cache._promotions.waiting()
+    tower.run()
+    plan = tower.ask(KEYS, "s")
+    assert (plan.chunks, plan.tiers) == (6, ("tier0",) * 6)
+    tower.read(KEYS)
     tower.close()
 
 

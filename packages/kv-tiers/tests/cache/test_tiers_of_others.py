@@ -112,13 +112,29 @@ def test_a_chunk_whose_bytes_are_wrong_is_not_brought_again_and_stays_where_it_i
     tower.close()
 
 
-def test_more_than_can_be_remembered_hides_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "MAX_DISCARDS", 2)
+def test_a_year_of_discards_hides_nothing_else() -> None:
+    tower = filled(KEYS)
+    for number in range(365):
+        tower.lanes[0].discard(key_chain(1000, branch=f"day {number}"))
+    tower.lanes[0].discard(KEYS[3:])
+    assert tower.lanes[0].holds(KEYS) == [True, True, True, False]
+    tower.close()
+
+
+def test_more_than_can_be_remembered_hides_everything_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "MAX_HIDDEN", 2)
     tower = filled(KEYS)
     tower.cache.forget(KEYS[1:3])
     assert tower.lanes[0].holds(KEYS) == [True, False, False, True]
+    assert not caplog.text
     tower.cache.forget(KEYS[3:])
     assert tower.lanes[0].holds(KEYS) == [False] * 4
+    assert "tier tier0" in caplog.text and "no longer reads the tier" in caplog.text
+    caplog.clear()
+    tower.cache.forget([*KEYS, *key_chain(4, branch="others")])
+    assert not caplog.text  # it has been said
     tower.close()
 
 

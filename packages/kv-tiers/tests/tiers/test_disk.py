@@ -1,6 +1,7 @@
 """The disk tier keeps the promises of every tier that is bounded and outlives its process, and what it says itself."""
 
 import os
+import resource
 import shutil
 import stat
 import struct
@@ -27,6 +28,7 @@ from kv_testing.wait import joined
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import BoundedTierContract, PersistentTierContract
 from kv_tiers.tier import Tier, TierContext
+from kv_tiers.tiers import disk_directory
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for, make_disk_tier, slots_for
 
 
@@ -230,6 +232,27 @@ def test_a_smaller_capacity_forgets_for_good_and_says_so(box: DiskBox, caplog: p
     tier = box.start(16)
     assert tier.holds(keys) == kept
     store(tier, keys)
+    assert all(tier.holds(keys))
+
+
+def test_a_capacity_that_was_raised_takes_no_more_files_than_may_be_open(
+    box: DiskBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slabs of a directory stay as small as its first capacity made them, and each is an open file."""
+    limits, raised = (100, 300), []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, to: raised.append(to))
+    monkeypatch.setattr(disk_directory, "_SLAB_BYTES", 1)
+    keys = key_chain(4)
+    store(box.start(4), keys)
+    with pytest.raises(ConfigError, match=r"needs 100: .*this process may have 300.*ulimit -n \d+.* a new directory"):
+        box.start(100)
+    assert all(box.start(4).holds(keys)) and not raised
+    limits = (100, 1000)
+    tier = box.start(100)
+    ((soft, hard),) = raised
+    assert (350 < soft < 700, hard) == (True, 1000)
+    store(tier, key_chain(90, branch="more"))
     assert all(tier.holds(keys))
 
 
@@ -438,8 +461,9 @@ def test_a_missing_device_among_several_is_refused_and_the_others_are_free_again
 def test_settings_that_make_no_sense_are_refused(box: DiskBox) -> None:
     with pytest.raises(ConfigError, match=f"write at least {bytes_for(CONTEXT, 1)}"):
         box.start(capacity_bytes=bytes_for(CONTEXT, 1) - 1)
-    with pytest.raises(ConfigError, match="wait_s"):
-        box.start(wait_s=-1)
+    for wait_s in (-1, 5.5, 10):
+        with pytest.raises(ConfigError, match=r"`wait_s` is .*; write 0 to 5, because"):
+            box.start(wait_s=wait_s)
     assert slots_for(DiskConfig(directory="x", capacity_bytes=bytes_for(CONTEXT, 7)), CONTEXT) == 7
 
 

@@ -426,7 +426,7 @@ def test_reading_holds_nobody_up(box: DiskBox, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_store_waits_for_readers_to_make_room(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = box.start(2, wait_s=30)
+    tier = box.start(2, wait_s=5)
     keys, later = key_chain(2), key_chain(1, branch="later")
     store(tier, keys)
     real, reading, go_on = File.read, threading.Semaphore(0), threading.Event()

@@ -24,6 +24,7 @@ from kv_tiers.tiers.disk import bytes_for, make_disk_tier
 from kv_tiers.tiers.dram import make_dram_tier
 from kv_tiers.tiers.index import MAX_QUOTAS_LISTED, ExtentIndex
 from kv_tiers.tiers.space import Geometry, RecoveredChunk, pack
+from msgspec.structs import replace
 
 GEOMETRY = Geometry(100, 6)
 LEAST_UNITS = 2
@@ -177,9 +178,15 @@ def test_a_restart_counts_what_it_finds_and_a_lower_quota_evicts_the_excess(tmp_
     made.close()
 
 
+def wait_an_hour(tier: Tier) -> None:
+    """For room, longer than settings allow: a test in which a store waits does not end."""
+    tier._config = replace(tier._config, wait_s=3600)  # type: ignore[attr-defined]
+
+
 def test_a_tenant_without_room_is_refused_at_once(tmp_path: Path) -> None:
     options: dict[str, object] = {"capacity_bytes": bytes_for(SHARED, 24), "directory": str(tmp_path / "a")}
-    made = make_disk_tier(options | {"quota_bytes": {"ann": 0}, "wait_s": 3600}, SHARED)
+    made = make_disk_tier(options | {"quota_bytes": {"ann": 0}}, SHARED)
+    wait_an_hour(made)
     others = key_chain(1, salt="ben")
     store(made, others)  # type: ignore[arg-type]
     lease = made.lease_extents(others)  # type: ignore[attr-defined]
@@ -190,8 +197,9 @@ def test_a_tenant_without_room_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_a_prompt_longer_than_its_quota_waits_for_no_other_tenant(tmp_path: Path) -> None:
     """Only what its share has could make room for it, and that is the prompt itself."""
-    options = with_quotas(bytes_for(SHARED, 24)) | {"directory": str(tmp_path / "a"), "wait_s": 3600}
+    options = with_quotas(bytes_for(SHARED, 24)) | {"directory": str(tmp_path / "a")}
     made = make_disk_tier(options, SHARED)
+    wait_an_hour(made)
     others = key_chain(1, salt="ben")
     store(made, others)  # type: ignore[arg-type]
     lease = made.lease_extents(others)  # type: ignore[attr-defined]

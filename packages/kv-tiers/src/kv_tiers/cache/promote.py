@@ -4,7 +4,8 @@ A lookup whose hit is shorter than its prompt queries the lower tiers (`Presence
 longest boundary that the pool and the tiers can serve together, and only what that boundary needs is loaded: the last
 chunks of a window, the one state at the boundary. All slots of one promotion are reserved under one lock, as many as
 there is room for, so two promotions never wait for each other. The lookup answers "pending" for at most `wait_s`; then
-the engine gets what has arrived. Chunks that arrive later are there for the next request.
+the engine gets what has arrived. Chunks that arrive later are there for the next request. With a `wait_s` of 0 they
+all are, of those tiers that answer from memory: the loads are started, and nothing is pending.
 
 Waiting has to pay. With an engine's costs (`kv_core.cost`), a lookup waits only for a boundary that arrives sooner than
 it is computed, as far as the tier's lane has measured, and gives up when that is late. Chunks whose load does not pay
@@ -397,10 +398,27 @@ class Promotions:
         lower: the numbers of the tiers that may be read; None: all.
         keys: whole chunks, chunk-major. Called without the lock, repeatedly while the answer is True.
         """
+        is_pending = self._promote(keys, shape, have, holder, now_s, costs=costs, lower=lower)
+        if is_pending and not self._wait_s:
+            self.forget_wait(holder)
+            return False
+        return is_pending
+
+    def _promote(
+        self,
+        keys: Sequence[ChunkKey],
+        shape: ChunkShape,
+        have: int,
+        holder: Holder,
+        now_s: float,
+        *,
+        costs: Costs | None,
+        lower: frozenset[int] | None,
+    ) -> bool:
         with self._host.lock:
             wait = self._wait_of(holder, now_s)
             wait.answers.lower = lower
-            if not wait.over and now_s >= wait.until_s:
+            if not wait.over and now_s >= wait.until_s and self._wait_s:
                 wait.skipped = wait.skipped or wait.awaited
                 for tier in wait.tiers | wait.answers.pending_tiers():
                     self._presence.was_late(tier)

@@ -26,6 +26,9 @@ _log = limited_logger(__name__)
 MAX_DISCARDS: Final = 100_000
 """If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
 
+MAX_HIDDEN: Final = 1 << 20
+"""The most keys and tenants that are remembered as hidden (`OnlyHidden`); they take 70 MiB."""
+
 REMOVE_AGAIN_S: Final = 60.0
 """After how long removals that a tier refused are retried: permission may have been granted meanwhile."""
 
@@ -141,16 +144,18 @@ class OnlyHidden:
     ends.
 
     Which chunks a tier had when it was cleared is not known, so after a clear nothing is read from it. More than
-    `MAX_DISCARDS` keys count as a clear, too.
+    `MAX_HIDDEN` keys and tenants count as a clear, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str) -> None:
+        """tier: its name, for the log."""
         self.all = False
-        self._keys: set[ChunkKey] = set()
+        self._tier = tier
+        self._keys: set[int] = set()  # hashes, which are small; of two that are equal one is a miss
         self._tenants: set[bytes] = set()
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        self._keys.update(keys)
+        self._keys.update(map(hash, keys))
         self._limit()
 
     def clear_tenant(self, tenant: bytes) -> None:
@@ -163,10 +168,18 @@ class OnlyHidden:
         self._tenants.clear()
 
     def has(self, key: ChunkKey) -> bool:
-        return self.all or key in self._keys or key.tenant in self._tenants
+        return self.all or hash(key) in self._keys or key.tenant in self._tenants
 
     def _limit(self) -> None:
-        if len(self._keys) + len(self._tenants) > MAX_DISCARDS:
+        if len(self._keys) + len(self._tenants) > MAX_HIDDEN:
+            if not self.all:
+                _log.warning(
+                    "tier %s is written by others (write: never), so what is discarded here stays there and is only "
+                    "hidden, which more than %d chunks and tenants are now: this process no longer reads the tier, but "
+                    "a new one will, and all of it: discard chunks where they are written",
+                    self._tier,
+                    MAX_HIDDEN,
+                )
             self.clear()
 
 
@@ -174,10 +187,12 @@ class Jobs:
     """The jobs of one lane."""
 
     def __init__(
-        self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: bool = False
+        self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: str | None = None
     ) -> None:
-        """max_stores: how many stores may be in progress at a time. only_hides: nothing is removed from the tier."""
-        self._hidden = OnlyHidden() if only_hides else None
+        """max_stores: how many stores may be in progress at a time.
+        only_hides: the name of a tier from which nothing is removed.
+        """
+        self._hidden = None if only_hides is None else OnlyHidden(only_hides)
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
         self.remainder: LoadRemainder | None = None

@@ -257,7 +257,7 @@ class Lane:
             max_load_chunks=max_load_chunks,
             max_store_chunks=max_store_chunks,
             max_stores=max(1, threads - 1),
-            only_hides=only_hides,
+            only_hides=tier.name if only_hides else None,
         )
         self._only_hides = only_hides
         self._clock: Clock = MonotonicClock() if clock is None else clock

@@ -176,7 +176,7 @@ class Payloads:
                     checksum_of(chunk_view) if codec.is_lossless else None,
                     pieces,
                 )
-                return Write(chunk.key, chunk.parent, make_header(header), out, stored_bytes)
+                return Write(chunk.key, chunk.parent, make_header(header), _padded(out, stored_bytes), stored_bytes)
         if self._cipher is not None:
             return self._encrypted(self._cipher, chunk, "", chunk_view, self._buffer(number, len(chunk.pages)))
         header_bytes = pack_header(chunk.key, chunk.parent, chunk_view, self._format_id)
@@ -191,7 +191,7 @@ class Payloads:
         header = Header(chunk.key, chunk.parent, chunk.nbytes, size, self._format_id, codec, bytes(16), None, ())
         nonce, tag = cipher.encrypt(chunk.key, _names(header), payload, out[:size])
         header = replace(header, checksum=tag, encryption=nonce)
-        return Write(chunk.key, chunk.parent, make_header(header), out, size)
+        return Write(chunk.key, chunk.parent, make_header(header), _padded(out, size), size)
 
     def _decrypted(self, header: Header, payload: memoryview, read: Read) -> Header | Damaged:
         """Decrypt the payload in its place. Returns the header that it would have unencrypted, which is the read's from
@@ -245,6 +245,14 @@ class Payloads:
         while len(buffers) <= number:
             buffers.append(chunk_memory(nbytes))
         return buffers[number]
+
+
+def _padded(out: memoryview, nbytes: int) -> memoryview:
+    """These pages, with zeros behind the payload in its last one: tiers write whole pages, and what the memory still
+    holds there is another chunk's, perhaps another tenant's, and not encrypted."""
+    padding = -nbytes % PAGE_BYTES
+    out[nbytes : nbytes + padding] = bytes(padding)
+    return out
 
 
 def _names(header: Header) -> bytes:

@@ -98,7 +98,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     durability: Literal["power", "process"] = "power"
     """What stored chunks survive: a power loss, or only the end of the process, which saves waiting for the medium."""
     wait_s: float = 1.0
-    """How long a store waits for room while every chunk is being read or written."""
+    """How long a store waits for room while every chunk is being read or written: up to 5, well below the 10 s after
+    which a lane gives up a call that does not return, and with it the tier."""
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy."""
     when_full: WhenFull = "drop_chunks"
@@ -118,8 +119,11 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
     paths = config.directories
     if not paths or not all(paths) or len(set(map(Path, paths))) < len(paths):
         raise ConfigError(f"the disk tier's `directory` must be one directory or several different ones, not {paths}")
-    if not 0 <= config.wait_s <= 3600:
-        raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 3600")
+    if not 0 <= config.wait_s <= 5:
+        raise ConfigError(
+            f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 5, because a call that takes 10 s counts as one "
+            "that hangs, and the tier is not used meanwhile"
+        )
     slots = (config.capacity_bytes - bytes_for(context, 0, len(paths))) // bytes_for(context, 1, 0)
     if slots < len(paths):
         needed = bytes_for(context, len(paths), len(paths))

@@ -616,6 +616,7 @@ class DiskChunks:
                     slots=self._slots_of[number],
                     geometry=self._geometry,
                     direct=self._direct,
+                    to_open=len(paths) - number,
                 )
                 opened.append(directory)
             places = [directory.place for directory in opened]

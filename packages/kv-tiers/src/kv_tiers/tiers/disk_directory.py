@@ -21,6 +21,7 @@ import errno
 import mmap
 import os
 import re
+import resource
 import secrets
 import struct
 import threading
@@ -45,7 +46,9 @@ _MAGIC: Final = b"kvdisk\r\n"
 _HEADER: Final = struct.Struct("<8sIIQI4xQ16s")
 _SLAB_BYTES: Final = 1 << 30
 _MAX_SLABS: Final = 64
-"""Larger directories have larger slabs, because every slab is an open file."""
+"""Larger directories have larger slabs, because every slab is an open file. One whose capacity was raised has more."""
+_OTHER_FILES: Final = 256
+"""The descriptors that are left for all else when more slabs than that are allowed."""
 _RECORDS_AT_ONCE: Final = 2048
 _INDEX_STEPS: Final = 64
 _MIN_INDEX_STEP_BYTES: Final = 16 << 10
@@ -58,9 +61,14 @@ _ELSEWHERE: Final = "remove it or choose another directory"
 class DiskDirectory:
     """The slots of one directory. Safe to call from any thread; close it last."""
 
-    def __init__(self, root: str, namespace: str, *, slots: int, geometry: Geometry, direct: str) -> None:
+    def __init__(
+        self, root: str, namespace: str, *, slots: int, geometry: Geometry, direct: str, to_open: int = 1
+    ) -> None:
         """Take possession of the directory, which is created if its parent exists. Raises `ConfigError`: it cannot be
-        used, is in use, or has files in it that are not ours."""
+        used, is in use, or has files in it that are not ours.
+
+        to_open: how many directories like this one are still to be opened, with this one.
+        """
         self.path = Path(root) / namespace
         self.slots = slots
         self._geometry = geometry
@@ -101,7 +109,7 @@ class DiskDirectory:
                 )
             self.index = self._open("index")
             self._slab_slots = -(-max(_SLAB_BYTES, slots * geometry.slot_bytes // _MAX_SLABS) // geometry.slot_bytes)
-            self._begin_or_continue()
+            self._begin_or_continue(to_open)
             self._note_other_formats()
         except OSError as error:
             self.close()
@@ -250,7 +258,7 @@ class DiskDirectory:
         fields = _HEADER.pack(_MAGIC, VERSION, RECORD_BYTES, unit_bytes, slot_units, self._slab_slots, self._namespace)
         return seal(fields).ljust(PAGE_BYTES, b"\0")
 
-    def _begin_or_continue(self) -> None:
+    def _begin_or_continue(self, to_open: int) -> None:
         page = bytearray(PAGE_BYTES)
         bytes_read = self.index.read([memoryview(page)], 0)
         if any(page) and page[: len(_MAGIC)] != _MAGIC:
@@ -268,6 +276,7 @@ class DiskDirectory:
             and slab_slots > 0
         ):
             self._slab_slots = slab_slots
+            self._allow_descriptors(to_open)
             self._continue()
             return
         slabs = self._slabs_found()
@@ -286,6 +295,23 @@ class DiskDirectory:
         self.index.sync()
         self._index_bytes = PAGE_BYTES
         self._file_system.sync_directory(self._fd)
+
+    def _allow_descriptors(self, directories: int) -> None:
+        """Raise this process's limit of open files if that many directories with as many slabs need more. Raises
+        `ConfigError`: it cannot be raised that far."""
+        slabs = -(-self.slots // self._slab_slots)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = len(os.listdir("/proc/self/fd")) + directories * slabs + _OTHER_FILES
+        if slabs <= _MAX_SLABS or soft == resource.RLIM_INFINITY or needed <= soft:
+            return
+        if hard != resource.RLIM_INFINITY and needed > hard:
+            raise ConfigError(
+                f"{self.path} was begun with a smaller capacity, and so with small files, of which this one needs "
+                f"{slabs}: with others that makes {needed} open files, and this process may have {hard}. Raise that "
+                f"limit (ulimit -n {needed}), write a smaller `capacity_bytes`, or begin in a new directory, whose "
+                "files are larger"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
     def _continue(self) -> None:
         # With a smaller capacity than last time, records beyond it are dropped for good, lest chunks that are discarded
