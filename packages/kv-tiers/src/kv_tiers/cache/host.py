@@ -160,9 +160,9 @@ class HostTier:
         self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
         self.is_open = True
         self.is_frozen = False
+        """No chunk makes room for another: they find free slots, or none."""
         self.cleared_s: float | None = None
         """When everything was cleared last, by the cache's clock; None: never."""
-        """No chunk makes room for another: they find free slots, or none."""
         self.watcher: SlotWatcher | None = None
         self.adopted_parts: dict[int, int] = {}
         """By slot, the number of first parts from which an adopted chunk was decoded, if it is an approximation."""
