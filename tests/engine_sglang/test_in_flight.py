@@ -1,6 +1,7 @@
 """With overlap scheduling a request that has ended has one redundant forward pass in flight, which writes its last
 token to a block that is free by then, or another request's. So nothing is loaded before that pass is over."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,15 +51,15 @@ def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     """From the moment at which the request is given its blocks."""
     monkeypatch.setattr(transfer, "get_device_module", lambda: DEVICE)
     monkeypatch.setattr(transfer.CommonKVReceiver, "send_metadata", lambda *_given, **_named: None)
-    ours, incoming = KVManager.__new__(KVManager), []
+    ours = KVManager.__new__(KVManager)
+    ours._rooms, ours._incoming = threading.Lock(), {}
     ours.kv_args, ours._batch_pages, ours._forward_stream = SimpleNamespace(page_size=4), 8, FORWARD
     ours._watch = SimpleNamespace(filled=lambda: None)
-    monkeypatch.setattr(ours, "add_incoming", lambda _room, named: incoming.append(named))
     receiver = KVReceiver.__new__(KVReceiver)
     receiver.kv_mgr, receiver.bootstrap_room, receiver._attempt = ours, 1, b"attempt1"
     receiver.name_pages(Names(HASHES, 0))
     receiver.send_metadata([5, 6], 0)
-    (request,) = incoming
+    (request,) = ours._incoming.values()
     assert request.ready.stream == FORWARD
 
     def get(*_given: Any, **_named: Any) -> str:
