@@ -171,6 +171,9 @@ class LocalCache:
         elif may_wait:
             # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
             is_pending = self._promotions.is_pending(keys, shape, have, holder, now_s, costs=costs, lower=lower)
+            if is_pending and not self._cold.wait_s:  # what has been started is there for the next request
+                self._promotions.forget_wait(holder)
+                is_pending = False
             with self._lock:
                 skipped = self._promotions.skipped(holder)
                 if is_pending:

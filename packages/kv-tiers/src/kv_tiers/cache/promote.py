@@ -398,23 +398,6 @@ class Promotions:
         lower: the numbers of the tiers that may be read; None: all.
         keys: whole chunks, chunk-major. Called without the lock, repeatedly while the answer is True.
         """
-        is_pending = self._promote(keys, shape, have, holder, now_s, costs=costs, lower=lower)
-        if is_pending and not self._wait_s:
-            self.forget_wait(holder)
-            return False
-        return is_pending
-
-    def _promote(
-        self,
-        keys: Sequence[ChunkKey],
-        shape: ChunkShape,
-        have: int,
-        holder: Holder,
-        now_s: float,
-        *,
-        costs: Costs | None,
-        lower: frozenset[int] | None,
-    ) -> bool:
         with self._host.lock:
             wait = self._wait_of(holder, now_s)
             wait.answers.lower = lower
