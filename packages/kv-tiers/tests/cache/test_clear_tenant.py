@@ -1,11 +1,15 @@
 """A tenant is cleared on every tier, and nobody else is."""
 
+import random
+from functools import partial
 from typing import Any
 
+import pytest
 from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_testing.tenants import ANN, BEN, cache_of, held, store, used
 from kv_testing.tower import Tower, leading
+from kv_testing.turnstile import Turnstile
 
 
 def test_a_tenant_is_cleared_and_nobody_else() -> None:
@@ -85,4 +89,64 @@ def test_a_tier_that_cannot_tell_tenants_apart_is_cleared_whole() -> None:
     assert tower.tiers[0].calls[-1] == "clear"
     assert tower.tiers[0].usage().chunks == 0
     assert tower.cache.lookup(key_chain(4, salt="ben"), "r").chunks == 4  # in the pool
+    tower.close()
+
+
+@pytest.mark.parametrize("verb", ["clear", "clear_tenant"])
+@pytest.mark.parametrize("seed", range(30))
+def test_others_take_turns_while_the_pool_is_cleared(verb: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they store and promote meanwhile is gone too, whatever is being read, written or spilled at the end."""
+    monkeypatch.setattr("kv_tiers.cache.admin.AT_ONCE", 1)
+    chance = random.Random(seed)
+    tower = Tower("through", "back", slots=24)
+    cache, turns = tower.cache, 0
+    anns = [key_chain(8, branch=branch, salt="ann") for branch in "xyz"]
+    ben = key_chain(4, salt="ben")
+    tower.store_below(anns[0])
+    tower.store(ben)
+    tower.run()  # so that no turn evicts what no tier below has
+    tower.store(anns[1])
+    writes: list[Any] = []
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        prompt, chunks = chance.choice(anns), chance.randrange(1, 9)
+        match chance.randrange(6):
+            case 0:
+                tower.ask(prompt, chance.choice("ab"))
+            case 1:
+                tower.store(prompt[:chunks])
+            case 2 if len(writes) < 2:
+                writes.append(cache.begin_store(prompt[:chunks], "w"))
+            case 3 if writes:
+                cache.commit(writes.pop())
+            case 4:
+                cache.end(chance.choice("ab"))
+            case _:
+                chance.choice(tower.lanes).step()
+
+    turnstile = Turnstile(cache, turn)
+
+    def is_ending(verb_of_lane: Any, *tenant: bytes) -> None:
+        turnstile.is_turn = True  # nobody else's any more
+        verb_of_lane(*tenant)
+
+    monkeypatch.setattr(cache.lower, verb, partial(is_ending, getattr(cache.lower, verb)))
+    if verb == "clear":
+        cache.clear()
+    else:
+        cache.admin.clear_tenant(ANN)
+    assert turns >= 8  # one a chunk that the pool had
+    assert [held(cache, prompt) for prompt in anns] == [0, 0, 0]
+    for lease in writes:
+        cache.commit(lease)
+    for holder in "ab":
+        cache.end(holder)
+    tower.run()
+    assert [tower.fetch(prompt, "s").chunks for prompt in anns] == [0, 0, 0]
+    cache.end("s")
+    assert tower.fetch(ben, "t").chunks == (0 if verb == "clear" else 4)
+    cache.end("t")
+    assert tower.store(anns[0]) == 8
     tower.close()

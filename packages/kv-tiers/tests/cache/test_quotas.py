@@ -1,8 +1,6 @@
 """Quotas: who may have how much of the pool, while it changes too."""
 
 import random
-import threading
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +11,7 @@ from kv_core.service import WriteLease
 from kv_core.testing import key_chain
 from kv_eviction import POLICY_NAMES
 from kv_testing.tenants import ANN, BEN, CYD, SLOT, cache_of, held, store, used
+from kv_testing.turnstile import Turnstile
 from kv_tiers.cache.local import LocalCache
 
 
@@ -161,27 +160,6 @@ def test_a_first_quota_finds_chunks_that_are_leased_and_out_of_order() -> None:
     assert store(cache, key_chain(4, branch="more", salt="ann")) == 4
     assert used(cache) == {ANN: 4}
     cache.close()
-
-
-class Turnstile:
-    """A cache's lock that has somebody else take a turn whenever it is released."""
-
-    def __init__(self, cache: LocalCache, turn: Callable[[], None]) -> None:
-        self.is_held = self.is_turn = False
-        self._lock, self._turn = threading.Lock(), turn
-        cache._lock = cache._host.lock = self  # type: ignore[assignment]
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.is_held = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_held = False
-        self._lock.release()
-        if not self.is_turn:
-            self.is_turn = True
-            self._turn()
-            self.is_turn = False
 
 
 class ReadOutsideTheLock(list[Any]):

@@ -5,7 +5,8 @@ Nothing here is called on an engine's thread. Large changes yield the lock in be
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kv_core.coverage import PLAIN, ChunkShape
@@ -208,19 +209,42 @@ class Administration:
             ]
         return self._lower.locate(keys, places)
 
-    def clear_tenant(self, tenant: bytes) -> int:
-        """Forget every chunk with this tag, on all tiers, also those being written; returns how many the pool held.
+    def clear(self) -> None:
+        """Forget every chunk on all tiers, also those being written."""
+        with self._without(self._index.forgettable):
+            self._lower.clear()
+            self._host.cleared_s = self._clock.now_s()
+            if self._host.events.on:
+                self._host.events.publish(events.Forgotten((), everything=True))
 
-        A tier that cannot tell tenants apart is cleared as a whole.
+    def clear_tenant(self, tenant: bytes) -> int:
+        """The same for chunks with this tag; returns how many the pool held. A tier that cannot tell tenants apart is
+        cleared as a whole.
         """
-        with self._host.lock:
-            self._host.check_open()
-            forgotten = self._host.forget([key for key in self._index.forgettable() if key.tenant == tenant])
-            self.unpin_forgotten()
+        with self._without(lambda: [key for key in self._index.forgettable() if key.tenant == tenant]) as forgotten:
             self._lower.clear_tenant(tenant)
             if self._host.events.on:
                 self._host.events.publish(events.Forgotten(forgotten))
             return len(forgotten)
+
+    @contextmanager
+    def _without(self, remaining: Callable[[], list[ChunkKey]]) -> Iterator[list[ChunkKey]]:
+        """Forget the pool's `remaining` chunks, a few at a time, so that other calls can run in between; what those
+        bring back is forgotten as the body begins, which runs under the lock. Yields those that were resident."""
+        with self._host.lock:
+            self._host.check_open()
+            keys = remaining()
+        forgotten: list[ChunkKey] = []
+        for start in range(0, len(keys), AT_ONCE):
+            with self._host.lock:
+                self._host.check_open()
+                forgotten += self._host.forget(keys[start : start + AT_ONCE])
+            _yield_lock()
+        with self._host.lock:
+            self._host.check_open()
+            forgotten += self._host.forget(remaining())
+            self.unpin_forgotten()
+            yield forgotten
 
     def tenants(self) -> list[TenantUse]:
         """The use of every tenant that has chunks or a quota, by tag. Their chunks add up to the slots used."""

@@ -416,14 +416,7 @@ class LocalCache:
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
-        with self._lock:
-            self._host.check_open()
-            self._host.forget(self._index.forgettable())
-            self.admin.unpin_forgotten()
-            self.lower.clear()
-            self._host.cleared_s = self._clock.now_s()
-            if self.events.on:
-                self.events.publish(events.Forgotten((), everything=True))
+        self.admin.clear()
 
     def cleared_for_s(self) -> float | None:
         """How long ago everything was cleared; None: never."""
