@@ -163,7 +163,8 @@ def optimum(
     chunk_tokens: int = 512,
 ) -> Served:
     """What one tier of this capacity would serve by Belady's algorithm, which knows the future. No policy exceeds its
-    hit ratio; the seconds that it saves are no bound, but close to one.
+    hit ratio over a whole trace (`warm_up=0`), and after a warm-up hardly any, since it gains from the warm-up's hits
+    too; the seconds that it saves are no bound, but close to one.
 
     Of the chunks that are resident or arriving, those whose next use is nearest stay (Belady, IBM Systems Journal 5:2,
     1966), and those that are never used again are not stored at all. A chunk is used whenever one that follows it is,

@@ -37,9 +37,10 @@ examples:
   kv sim requests.jsonl --capacity 5% --below disk=40% --bandwidth disk=6 --json
 
 The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks requested. Saved is the
-part of all seconds of prefill that they save. opt is Belady's optimum, which knows the future: no policy has more
-hits. With several tiers, a hit counts for the fastest that has the chunk, and chunks that one tier evicts are demoted
-to the next. --json says too how long chunks lived in the first tier (docs/observability.md).
+part of all seconds of prefill that they save. opt is Belady's optimum, which knows the future: over a whole trace
+(--warm-up 0%) no policy has more hits, and after a warm-up hardly any. With several tiers, a hit counts for the
+fastest that has the chunk, and chunks that one tier evicts are demoted to the next. --json says too how
+long chunks lived in the first tier (docs/observability.md).
 
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
