@@ -7,6 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 from kv_core.log import LIMIT
+from kv_testing.order import longest_first
 
 # How fast examples are made says nothing of our code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +24,7 @@ _SETTINGS = "_hypothesis_internal_use_settings"
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
     scaled: dict[object, str] = {}  # what has settings: a machine is a class, with all of its examples in one test
     for item in items:
         if not isinstance(item, pytest.Function) or not item.get_closest_marker("hypothesis"):

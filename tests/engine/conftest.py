@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kv_testing.order import longest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(sys.prefix) / "vllm_cache"))
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
     print("tests/engine: left out, vLLM is not installed here; `make test-engine` runs them where it is")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

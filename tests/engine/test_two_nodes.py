@@ -172,6 +172,7 @@ def test_a_stage_on_each_node_keeps_its_layers_there(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nodes_with_the_same_latents_each_store_them(tiny_deepseek: str) -> None:
     """Servers of their own, which nobody had to start."""
     cache = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kv_testing.order import longest_first
 
 if TYPE_CHECKING:
     from engines import Answer
@@ -25,6 +26,11 @@ else:
     os.environ["KV_TESTS_SLEEP_WHEN_IDLE"] = "1"  # `standins.hicache_on_cpu`
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each start takes three minutes
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH")]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
 
 
 @pytest.fixture(scope="session", autouse=True)
