@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from kv_testing.cache_servers import ThreadedServer
-from kv_testing.fixtures import ending
+from kv_testing.fixtures import ending, forked_servers
 from kv_testing.peers import own_nobody
 from kv_testing.redis_servers import end_all
 
-__all__ = ["ending"]
+__all__ = ["ending", "forked_servers"]
 
 
 @pytest.fixture
