@@ -21,11 +21,14 @@ from kv_tiers.cache.hits import last_boundary, slowest_tiers, whole_prefix
 from kv_tiers.cache.host import AT_ONCE, TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events import events
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import spelled_as
 from msgspec import Meta
 
 AWAITED_S: Final = 15.0
 """Longer than a move takes from asking the target what it holds to dropping the source's copy."""
+_CLEARING_S: Final = 5.0
+"""How long `all_cleared` waits for tiers that have not been cleared yet."""
 
 
 class HeldHere(msgspec.Struct, frozen=True):
@@ -141,10 +144,25 @@ def drop_here(moves: Moves, view: ServerView, body: DropRequest) -> DroppedHere:
 def all_cleared(view: ServerView, body: AllCleared) -> ReadsPeers:
     caches, keys = view.caches().values(), keys_of(body.keys)
     tenants = {bytes.fromhex(body.tenant)} if body.tenant else set()
-    tiers = [tier for cache in caches for _, tier in cache.lower.tiers_that(PeersTier)]
-    for tier in tiers:
+    tiers = [
+        (cache.lower.lanes[number], tier) for cache in caches for number, tier in cache.lower.tiers_that(PeersTier)
+    ]
+    until_s = time.monotonic() + _CLEARING_S
+    for lane, tier in tiers:
+        while _is_clearing(lane, tenants, keys):  # or what it was asked for before this would hide chunks after it
+            if time.monotonic() > until_s:
+                raise Problem(503, f"tier {lane.name} has not been cleared within {_CLEARING_S:g} s; send this again")
+            time.sleep(0.005)
         tier.all_cleared(tenants, keys)
     return ReadsPeers(len(tiers))
+
+
+def _is_clearing(lane: Lane, tenants: set[bytes], keys: Sequence[ChunkKey]) -> bool:
+    """Whether the tier has still to remove any of these; none: everything."""
+    everything, of_tenants, removed = lane.removals()
+    if tenants or keys:
+        return not tenants.isdisjoint(of_tenants) or not set(keys).isdisjoint(removed)
+    return everything
 
 
 def _keys(body: Shaped) -> list[ChunkKey]:
