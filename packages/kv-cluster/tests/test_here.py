@@ -41,13 +41,16 @@ def test_a_tier_that_is_still_being_cleared_is_read_again_after_that(
     own_nobody(monkeypatch)
     monkeypatch.setattr(here, "_CLEARING_S", 30.0 if is_in_time else 0.05)
     may_clear = threading.Event()
-    for verb in ("clear", "clear_tenant", "discard"):
 
-        def late(tier: PeersTier, *of: Any, real: Callable[..., None] = getattr(PeersTier, verb)) -> None:
+    def late(verb: Callable[..., None]) -> Callable[..., None]:
+        def waits(tier: PeersTier, *of: Any) -> None:
             assert may_clear.wait(30)
-            real(tier, *of)
+            verb(tier, *of)
 
-        monkeypatch.setattr(PeersTier, verb, late)
+        return waits
+
+    for verb in ("clear", "clear_tenant", "discard"):
+        monkeypatch.setattr(PeersTier, verb, late(getattr(PeersTier, verb)))
     with ExitStack() as ending:
         peer = listening()
         ending.callback(peer.close)
