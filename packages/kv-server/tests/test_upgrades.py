@@ -19,8 +19,6 @@ from kv_testing.upgrades import Callers, Loads, UpgradedServers, end
 from kv_testing.wait import line, until
 from kv_tiers.testing.tier_contract import content
 
-pytestmark = pytest.mark.usefixtures("forked_servers")
-
 
 def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
     return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 _REAL: Final[Callable[..., int]] = subprocess._fork_exec  # type: ignore[attr-defined]
+_PYTHON: Final = os.fsencode(sys.executable)
 _flags: Final[Callable[[], list[str]]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
 _READ_ONCE: Final = (
     *("GOMP_", "HF_", "KMP_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCHDYNAMO_", "TRANSFORMERS_"),
@@ -99,7 +100,7 @@ class _Nursery:
 
     def fork_exec(self, command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
         """As Python's own, and by that for what is not ours to fork."""
-        if self.is_open and os.getpid() == self._owner and os.fsencode(sys.executable) in programs:
+        if self.is_open and os.getpid() == self._owner and _PYTHON in programs:
             found = self._asked(command, *rest)
             if found is not None:
                 with self._lock:
@@ -298,7 +299,7 @@ def _take(kind: Kind, asked: _Asked, descriptors: list[int], control: socket.soc
         os.close(one)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         was = getattr(sys, name)
-        stream = open(number, mode, -1 if number < 2 else 1, was.encoding, was.errors, closefd=False)
+        stream = open(number, mode, -1 if number < 2 else 1, was.encoding, was.errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.chdir(asked.folder)
