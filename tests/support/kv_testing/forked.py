@@ -235,6 +235,8 @@ def be_nursery(kind: Kind) -> None:
     """Until this process is one of those that are forked, which runs what it is to run and ends."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
+    os.closerange(3, control.fileno())
+    os.closerange(control.fileno() + 1, 1 << 16)  # what whoever started this leaves open
     kind.prepare()
     assert len(os.listdir("/proc/self/task")) == 1, "threads that importing starts cannot be forked"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
