@@ -59,9 +59,9 @@ class Kind:
     """Which processes are forked, and from what.
 
     script: the file of this kind, which calls `be_nursery` where it is run. runs: whether the arguments of an
-    interpreter are such a process's. prepare: called once in a nursery, after which it has one thread. begin: called in
-    each process, for what importing does that each does for itself. preloaded: the libraries that such processes
-    preload.
+    interpreter are such a process's. commands: the installed commands that an interpreter runs. prepare: called once in
+    a nursery, after which it has one thread. begin: called in each process, for what importing does that each does for
+    itself. preloaded: the libraries that such processes preload.
     """
 
     script: str
@@ -69,6 +69,7 @@ class Kind:
     prepare: Callable[[], object]
     begin: Callable[[], object]
     preloaded: Callable[[], Sequence[Path]] = tuple
+    commands: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class _Nursery:
 
     def fork_exec(self, command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
         """As Python's own, and by that for what is not ours to fork."""
-        if self.is_open and os.getpid() == self._owner and _PYTHON in programs:
-            found = self._asked(command, *rest)
+        if self.is_open and os.getpid() == self._owner:
+            found = self._asked(command, programs, *rest)
             if found is not None:
                 with self._lock:
                     pid = self._fork(*found)
@@ -111,16 +112,26 @@ class _Nursery:
         return _REAL(command, programs, *rest)
 
     def _asked(
-        self, command: Sequence[Any], close: bool, kept: Sequence[int], folder: Any, environ: Any, *rest: Any
+        self,
+        command: Sequence[Any],
+        programs: Sequence[bytes],
+        close: bool,
+        kept: Sequence[int],
+        folder: Any,
+        environ: Any,
+        *rest: Any,
     ) -> tuple[_Asked, list[int]] | None:
-        """What is to be forked, and the descriptors that it gets. None: it is not for us."""
+        """What is to be forked, and the descriptors that it gets. None: not for us."""
         stdin, _, _, stdout, _, stderr, _, until_exec, _, in_new_session, *others = rest
         arguments = [os.fsdecode(one) for one in command[1:]]
+        if _PYTHON not in programs:
+            arguments[:0] = self._kind.commands.intersection(map(os.fsdecode, programs))
         while arguments and arguments[0] in _flags():
             del arguments[0]
         given = dict(os.environb if environ is None else (one.split(b"=", 1) for one in environ))
         if (
             not close
+            or not (_PYTHON in programs or self._kind.commands.intersection(arguments[:1]))
             or others[:6] != [-1, None, None, None, -1, None]  # groups, users, and what is run before
             or not self._kind.runs(arguments)
             or any(
