@@ -47,13 +47,14 @@ def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _quick_engines(_digests_of_this_run: None) -> "Iterator[None]":
     """Engines start sooner, in this process and in others."""
     import torch
-    from forked import fork_what_imports_vllm, import_vllm, overlook_what_is_there, prepare_engines
+    from forked import VLLM, import_vllm, prepare_engines
+    from kv_testing.forked import fork_from, overlook_what_is_there
 
     unfreeze = gc.unfreeze
     import_vllm()
     if not torch.cuda.is_available():
         prepare_engines()
-        fork_what_imports_vllm()
+        fork_from(VLLM)
     overlook_what_is_there()
     yield
     unfreeze()

@@ -1,44 +1,18 @@
-"""vLLM's processes without the seconds that each takes to import it: forked from one that has.
+"""vLLM's processes, and servers of engines, forked instead of started (`kv_testing.forked`).
 
-On a CPU vLLM starts each of its processes as a new interpreter, and the tests start such interpreters too. Here
-Python's own call that starts a program (`fork_exec`, below `subprocess` and `multiprocessing`) asks a nursery first: a
-process that has imported vLLM, and done nothing else. It makes a sibling of itself, which thus is a child of whoever
-asked, in the same session and process group; takes the command line, environment, folder, descriptors and processors
-that a new interpreter would have had; forks a nursery of its own; and runs. What cannot be had so is left to the real
-call: other programs, and variables that are read as an interpreter starts or as vLLM is imported.
-
-One difference is left: all hash as their nursery does. That ranks agree although sets of theirs have other orders is
-shown by tests with real interpreters (`in_new_interpreters`).
+On a CPU vLLM starts each of its processes as a new interpreter, and the tests start such interpreters too.
 """
 
-import atexit
-import ctypes
-import fcntl
-import gc
 import importlib
 import importlib.util
 import mmap
-import os
-import pickle
-import platform
-import runpy
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, SourceFileLoader
-from multiprocessing import util
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-_REAL: Final[Callable[..., int]] = subprocess._fork_exec  # type: ignore[attr-defined]
-_flags: Final[Callable[[], list[str]]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+from kv_testing.forked import Kind, be_nursery
+from kv_testing.forked_servers import begin_server, import_server, runs_server
+
 _SPAWNED: Final = "from multiprocessing.spawn import spawn_main"
 _DEMO: Final = Path(__file__).parents[2] / "demo"
 _SCRIPTS: Final = {str(Path(__file__).with_name(f"{name}.py")) for name in (
@@ -52,110 +26,12 @@ _IMPORTED: Final = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-_READ_ONCE: Final = (
-    *("GOMP_", "HF_", "KMP_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCHDYNAMO_", "TRANSFORMERS_"),
-    *("VLLM_BATCH_INVARIANT", "VLLM_PLUGINS", "VLLM_SERVER_DEV_MODE", "VLLM_TARGET_DEVICE"),
-)
-"""How variables begin that a process cannot be given once it has started."""
-_TAKEN: Final = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND", "PYTHONWARNINGS")
-"""But for these: what they say is done as if they had been there."""
-_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
-_PR_GET_TID_ADDRESS: Final = 40
-_SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
-_SIZE: Final = 8
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a process is to be. arguments: those of the interpreter. numbers: of its descriptors, in the order in which
-    they are sent. processors: where it may run. ignores_interrupts: as a shell's background jobs do, and what they
-    start."""
-
-    arguments: list[str]
-    environ: dict[bytes, bytes]
-    folder: str
-    numbers: list[int]
-    processors: set[int]
-    in_new_session: bool
-    ignores_interrupts: bool
-
-
-class _Nursery:
-    """The one of this process. control: our end of a socket to it, None until it is started. before: the variables that
-    it has been started with, or will be."""
-
-    def __init__(self, control: socket.socket | None, before: Mapping[bytes, bytes]) -> None:
-        self._control = control
-        self._before = before
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self.is_open = True
-
-    def fork_exec(self, command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
-        """As Python's own, and by that for what is not ours to fork."""
-        if self.is_open and os.getpid() == self._owner and os.fsencode(sys.executable) in programs:
-            found = self._asked(command, *rest)
-            if found is not None:
-                with self._lock:
-                    pid = self._fork(*found)
-                if pid > 0:
-                    return pid
-                self.is_open = False  # this kernel does not do it
-        return _REAL(command, programs, *rest)
-
-    def _asked(
-        self, command: Sequence[Any], close: bool, kept: Sequence[int], folder: Any, environ: Any, *rest: Any
-    ) -> tuple[_Asked, list[int]] | None:
-        """What is to be forked, and the descriptors that it gets. None: it is not for us."""
-        stdin, _, _, stdout, _, stderr, _, until_exec, _, in_new_session, *others = rest
-        arguments = [os.fsdecode(one) for one in command[1:]]
-        while arguments and arguments[0] in _flags():
-            del arguments[0]
-        given = dict(os.environb if environ is None else (one.split(b"=", 1) for one in environ))
-        if (
-            not close
-            or others[:6] != [-1, None, None, None, -1, None]  # groups, users, and what is run before
-            or not _imports_vllm(arguments)
-            or any(
-                given.get(name) != self._before.get(name) for name in given.keys() | self._before if _is_read_once(name)
-            )
-        ):
-            return None
-        descriptors = {number: number for number in kept if number != until_exec}
-        descriptors |= {number: number if one == -1 else one for number, one in enumerate((stdin, stdout, stderr))}
-        asked = _Asked(
-            arguments,
-            given,
-            os.path.join(os.getcwd(), os.fsdecode(folder or "")),
-            list(descriptors),
-            os.sched_getaffinity(0),
-            bool(in_new_session),
-            signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
-        )
-        return asked, list(descriptors.values())
-
-    def _fork(self, asked: _Asked, descriptors: list[int]) -> int:
-        if self._control is None:
-            self._control = _started(self._before)
-        message = pickle.dumps(vars(asked))
-        socket.send_fds(self._control, [len(message).to_bytes(_SIZE, "big")], descriptors)
-        self._control.sendall(message)
-        return int.from_bytes(_exactly(self._control, _SIZE), "big", signed=True)
 
 
 def import_vllm() -> None:
     """What of it the tests' processes use."""
     for name in _IMPORTED:
         importlib.import_module(name)
-
-
-def overlook_what_is_there() -> None:
-    """From now on garbage is looked for in what is made later. vLLM has it collected some ten times as an engine starts
-    and ends, each time among all that has been imported: 2 s an engine. What vLLM does for the same reason, and undoes
-    as the engine ends, is left out."""
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
 
 
 def prepare_engines() -> None:
@@ -181,36 +57,10 @@ def prepare_engines() -> None:
     current_platform.register_triton_kernel_overrides()
 
 
-_nursery: _Nursery | None = None
-
-
-def fork_what_imports_vllm(control: socket.socket | None = None) -> None:
-    """From now on, in this process and in those that it starts. Where processes have one thread: others do not live on
-    in what is forked."""
-    import _posixsubprocess
-
-    global _nursery
-    if _SYS_CLONE is not None and os.environ.get("OMP_NUM_THREADS") == "1":
-        _nursery = _Nursery(control, dict(os.environb) if control is None else _BEFORE)
-        subprocess._fork_exec = _posixsubprocess.fork_exec = _nursery.fork_exec  # type: ignore[attr-defined]
-
-
-@contextmanager
-def in_new_interpreters() -> Iterator[None]:
-    """What this process starts meanwhile, and what that starts."""
-    if _nursery is None:
-        yield
-        return
-    _nursery.is_open = False
-    try:
-        yield
-    finally:
-        _nursery.is_open = True
-
-
-def is_possible() -> bool:
-    """Whether processes are forked here, as far as it is known: not with GPUs, several threads, or another kernel."""
-    return _nursery is not None and _nursery.is_open
+def _prepare() -> None:
+    import_vllm()
+    import_server()
+    prepare_engines()
 
 
 def _imports_vllm(arguments: list[str]) -> bool:
@@ -224,21 +74,9 @@ def _imports_vllm(arguments: list[str]) -> bool:
     return False
 
 
-def _is_read_once(variable: bytes) -> bool:
-    name = os.fsdecode(variable)
-    return name.startswith(_READ_ONCE) and name not in _TAKEN
-
-
-def _started(before: Mapping[bytes, bytes]) -> socket.socket:
-    ours, theirs = socket.socketpair()
-    # What vLLM has the processes preload that it starts: its malloc, and torch's OpenMP.
-    found = [*_of("vllm").glob("libs/libtcmalloc*.so*"), *_of("torch").glob("lib/libgomp*.so*")]
-    environ = dict(before) | {b"LD_PRELOAD": os.fsencode(":".join(map(str, found)))}
-    with theirs:
-        command = [sys.executable, *_flags(), __file__, str(theirs.fileno())]
-        with open(os.devnull) as nothing:
-            subprocess.Popen(command, env=environ, stdin=nothing, stdout=nothing, pass_fds=[theirs.fileno()])
-    return ours
+def _preloaded() -> list[Path]:
+    """What vLLM has the processes preload that it starts: its malloc, and torch's OpenMP."""
+    return [*_of("vllm").glob("libs/libtcmalloc*.so*"), *_of("torch").glob("lib/libgomp*.so*")]
 
 
 def _of(package: str) -> Path:
@@ -247,146 +85,9 @@ def _of(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    read = connection.recv(size, socket.MSG_WAITALL)
-    if len(read) < size:
-        raise OSError("the process that has imported vLLM has ended")
-    return read
-
-
-def _main() -> None:
-    """A nursery, until it is one of those that are forked."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(control.fileno(), False)
-    import_vllm()
-    prepare_engines()
-    assert len(os.listdir("/proc/self/task")) == 1, "vLLM starts threads as it is imported, and they cannot be forked"
-    del sys.path[0]  # where this file is
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    overlook_what_is_there()  # or each process would copy all of it as it collects garbage
-    while True:
-        asked, descriptors = _serve(control)
-        control.close()
-        if asked.in_new_session:
-            os.setsid()
-        ours, theirs = socket.socketpair()
-        if os.fork():
-            break
-        ours.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        control = theirs
-    theirs.close()
-    _take(asked, descriptors, ours)
-    _end_with(_run, asked.arguments)
-
-
-def _serve(control: socket.socket) -> tuple[_Asked, list[int]]:
-    """Returns in each process that is forked. Ends with whoever is at the other end."""
-    while True:
-        size, descriptors, _, _ = socket.recv_fds(control, _SIZE, 250)
-        if not size:
-            os._exit(0)
-        asked = _Asked(**pickle.loads(_exactly(control, int.from_bytes(size, "big"))))
-        pid = _fork_sibling()
-        if pid == 0:
-            return asked, descriptors
-        for descriptor in descriptors:
-            os.close(descriptor)
-        control.sendall(pid.to_bytes(_SIZE, "big", signed=True))
-
-
-def _fork_sibling() -> int:
-    """As `os.fork`, but the new process is our parent's. Negative: it cannot be."""
-    libc, python = ctypes.PyDLL(None), ctypes.pythonapi
-    own_id = ctypes.c_void_p()  # where the C library keeps it
-    if libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(own_id), 0, 0, 0):
-        return -1
-    flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
-    python.PyOS_BeforeFork()
-    pid = libc.syscall(ctypes.c_long(_SYS_CLONE), ctypes.c_ulong(flags), None, None, own_id, own_id)
-    if pid == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
-    return int(pid)
-
-
-def _take(asked: _Asked, descriptors: list[int], control: socket.socket) -> None:
-    """What a new interpreter would have."""
-    above = max(*asked.numbers, 2) + 1
-    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, above) for one in (*descriptors, control.fileno())]
-    for one in descriptors:
-        os.close(one)
-    control.close()
-    for number, one in zip(asked.numbers, moved, strict=False):
-        os.dup2(one, number)
-        os.close(one)
-    os.chdir(asked.folder)
-    os.environ.clear()
-    os.environb.update(asked.environ)
-    if not asked.ignores_interrupts:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.sched_setaffinity(0, _processors(asked))
-    for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
-        sys.warnoptions.append(option)
-        warnings._setoption(option)  # type: ignore[attr-defined]
-    importlib.import_module("numpy").random.seed()
-    importlib.invalidate_caches()
-    fork_what_imports_vllm(socket.socket(fileno=moved[-1]))
-
-
-def _processors(asked: _Asked) -> set[int]:
-    """OpenMP binds a process's thread as it starts, and so those that it starts: vLLM names one processor for each."""
-    named = asked.environ.get(b"GOMP_CPU_AFFINITY") or asked.environ.get(b"OMP_PLACES", b"").strip(b"{}")
-    return {int(one) for one in named.replace(b",", b" ").split()} or asked.processors
-
-
-def _run(arguments: list[str]) -> None:
-    """As the interpreter runs what it is given."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
-    first, *rest = arguments
-    if first == "-m":
-        sys.path.insert(0, os.getcwd())
-        sys.argv[:] = rest
-        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
-    elif first == "-c":
-        sys.path.insert(0, "")
-        sys.argv[:] = ["-c", *rest[1:]]
-        main.__loader__ = BuiltinImporter
-        exec(rest[0], vars(main))
-    else:
-        sys.path.insert(0, str(Path(first).parent))
-        sys.argv[:] = arguments
-        main.__file__, main.__loader__ = first, SourceFileLoader("__main__", first)
-        exec(compile(Path(first).read_bytes(), first, "exec"), vars(main))
-
-
-def _end_with(run: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
-    """As the interpreter ends, but for taking all modules apart, as Python ends what it forks."""
-    code: Any = 1
-    try:
-        run(arguments)
-        code = None
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        sys.excepthook(*sys.exc_info())
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    if not isinstance(code, int | None):
-        print(code, file=sys.stderr)
-        code = 1
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with suppress(OSError, ValueError):
-        sys.stderr.flush()
-    os._exit((code or 0) & 0xFF)
-
-
-_BEFORE: Final = dict(os.environb)
-"""Of a nursery: the variables that it has started with."""
+VLLM: Final = Kind(
+    __file__, lambda arguments: _imports_vllm(arguments) or runs_server(arguments), _prepare, begin_server, _preloaded
+)
 
 if __name__ == "__main__":
-    _main()
+    be_nursery(VLLM)

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from forked import in_new_interpreters
+from kv_testing.forked import in_new_interpreters, is_possible
 from kv_testing.wait import until
 
 pytestmark = pytest.mark.slow  # it looks at how the tests run, not at what they test
@@ -49,7 +48,7 @@ sys.exit(3)
 @pytest.fixture(scope="module", autouse=True)
 def _where_it_is_possible() -> None:
     subprocess.run([sys.executable, "-c", _SPAWNED], timeout=120, check=True)
-    if not forked.is_possible():
+    if not is_possible():
         pytest.skip("new interpreters are started here")
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine, started
-from forked import in_new_interpreters
 from kv_core.errors import TierDown
 from kv_server import wire
 from kv_server.connection import ask_server
+from kv_testing.forked import in_new_interpreters
 from kv_testing.wait import until
 from models import BY_NAME
 

@@ -28,6 +28,7 @@ from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.process import ServerProcess, environment, module_command
 from kv_server.wire import Stated, Status
 from kv_testing.cache_servers import held, join_at, store
+from kv_testing.forked import in_new_interpreters
 from kv_testing.peers import PATIENT, FakePeer, is_whole, own_nobody, reads_of
 from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_testing.wait import until
@@ -67,7 +68,8 @@ def holder(ending: ExitStack, home: Path, *, nixl: bool = True) -> ServerProcess
     """A server that has `KEYS`, and room for no more."""
     peers = {"listen": "127.0.0.1:0", "unprotected": True, "nixl": nixl}
     host = {"capacity_bytes": len(KEYS) * CONTEXT.slot_bytes}
-    server = launch({"host": host, "peers": peers}, socket=home / "s")
+    with in_new_interpreters():  # its only child is NIXL's
+        server = launch({"host": host, "peers": peers}, socket=home / "s")
     ending.callback(server.stop)
     fill(server, KEYS)
     return server

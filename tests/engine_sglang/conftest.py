@@ -39,6 +39,15 @@ def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_servers(_digests_of_this_run: None) -> None:
+    """They start without the half minute of importing SGLang, too."""
+    from forked import SGLANG
+    from kv_testing.forked import fork_from
+
+    fork_from(SGLANG)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""

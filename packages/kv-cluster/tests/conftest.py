@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from kv_testing.fleet import FourServers, Load
+from kv_testing.forked import forking
+from kv_testing.forked_servers import SERVERS
 from kv_testing.redis_servers import end_all
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[FourServers]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home, forking(SERVERS):
         made = FourServers(Path(home))
         yield made
         made.close()

@@ -6,10 +6,30 @@ from pathlib import Path
 import pytest
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.fixtures import ending
+from kv_testing.forked import forking
+from kv_testing.forked_servers import SERVERS
 from kv_testing.peers import own_nobody
 from kv_testing.redis_servers import end_all
 
 __all__ = ["ending"]
+
+_HOW_THEY_START = {
+    "test_command_start",
+    "test_private_modules",
+    "test_private_server",
+    "test_process",
+    "test_supervised",
+}
+
+
+@pytest.fixture(autouse=True)
+def _forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Unless a module is about how servers start, their processes are forked."""
+    if request.path.stem in _HOW_THEY_START:
+        yield
+        return
+    with forking(SERVERS):
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
 from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
+from kv_testing.servers import reserved_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Callers, Loads, UpgradedServers, end
 from kv_testing.wait import line, until
@@ -24,9 +25,9 @@ def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
     return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]
 
 
-def with_ports(home: Path, **server: object) -> UpgradedServers:
-    ports = {"http": {"listen": "127.0.0.1:0"}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}
-    return UpgradedServers(home, settings_for(home, 64) | ports | {"server": server})
+def with_ports(home: Path, *, http: int = 0, peers: int = 0, **server: object) -> UpgradedServers:
+    at = {"http": {"listen": f"127.0.0.1:{http}"}, "peers": {"listen": f"127.0.0.1:{peers}", "unprotected": True}}
+    return UpgradedServers(home, settings_for(home, 64) | at | {"server": server})
 
 
 def test_everything_goes_on_in_the_new_process(home: Path) -> None:
@@ -219,7 +220,7 @@ def test_ports_follow_the_settings_of_the_new_server(home: Path) -> None:
 
 @pytest.mark.parametrize("section", ["http", pytest.param("peers", marks=pytest.mark.slow)])
 def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str) -> None:
-    servers = with_ports(home)
+    servers = with_ports(home, http=reserved_port(), peers=reserved_port())
     was, settings = servers.ports(), json.loads(servers.config.read_text())
     with socket.create_server(("127.0.0.1", 0)) as another:
         settings[section]["listen"] = f"127.0.0.1:{another.getsockname()[1]}"

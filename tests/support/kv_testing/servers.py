@@ -1,5 +1,6 @@
 """Real servers for tests: installed from a package, started, stopped, restarted, and put behind a faulty connection."""
 
+import random
 import shutil
 import socket
 import subprocess
@@ -161,6 +162,14 @@ def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def reserved_port() -> int:
+    """A free port that the system gives to nobody who does not name it, while it is free for a moment."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+            return port
 
 
 def valkey_binary() -> str:
