@@ -181,7 +181,7 @@ def fork_from(kind: Kind, control: socket.socket | None = None) -> None:
     global _nursery
     if _SYS_CLONE is not None and os.environ.get("OMP_NUM_THREADS") == "1":
         _nursery = _Nursery(kind, control, dict(os.environb) if control is None else _BEFORE)
-        subprocess._fork_exec = _posixsubprocess.fork_exec = _nursery.fork_exec  # type: ignore[attr-defined]
+        subprocess._fork_exec = _posixsubprocess.fork_exec = _nursery.fork_exec  # type: ignore[attr-defined, assignment]
 
 
 @contextmanager
@@ -292,7 +292,7 @@ def _fork_sibling() -> int:
         return -1
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
     python.PyOS_BeforeFork()
-    pid = libc.syscall(ctypes.c_long(_SYS_CLONE), ctypes.c_ulong(flags), None, None, own_id, own_id)
+    pid = libc.syscall(ctypes.c_long(_SYS_CLONE or -1), ctypes.c_ulong(flags), None, None, own_id, own_id)
     if pid == 0:
         python.PyOS_AfterFork_Child()
     else:

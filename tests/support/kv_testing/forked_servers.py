@@ -29,8 +29,10 @@ def import_server() -> None:
 
 
 def begin_server() -> None:
-    """Have an identity."""
-    wire.PROCESS = hosts.PROCESS = secrets.token_bytes(len(wire.PROCESS))  # type: ignore[misc]
+    """Have an identity of its own."""
+    identity = secrets.token_bytes(len(wire.PROCESS))
+    for module in (wire, hosts):
+        vars(module)["PROCESS"] = identity
 
 
 def runs_server(arguments: list[str]) -> bool:
