@@ -21,7 +21,7 @@ def register(registry: Path) -> None:
     mine = registry / os.environ["KV_SERVER_PID"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
-        mine.write_text(os.environ["KV_SERVER_URL"])
+        mine.write_text(os.environ["KV_SERVER_HTTP"])
         while True:
             time.sleep(10)  # a real one renews its entry
     finally:

@@ -63,7 +63,7 @@ def test_a_tier_that_is_still_being_cleared_is_read_again_after_that(
         )
         ending.callback(cache.close)
         ending.callback(may_clear.set)
-        theirs = peer.join()
+        theirs = peer.join("f")
         ending.callback(theirs.close)
         clear(cache)
         view: Any = SimpleNamespace(caches=lambda: {"format": cache})

@@ -14,6 +14,7 @@ from kv_server.programs import Programs
 from kv_testing.cache_servers import settings_for
 from kv_testing.upgrades import UpgradedServers
 from kv_testing.wait import until
+from kv_tiers.settings import load
 
 # Writes its number and what it was told to a file of its own, and then does what its second argument says.
 PROGRAM = """\
@@ -70,9 +71,10 @@ def test_one_learns_what_is_served_and_ends_with_the_server(tmp_path: Path) -> N
     assert says == {
         "KV_SERVER_SOCKET": str(server.socket),
         "KV_SERVER_PID": str(server.pid),
-        "KV_SERVER_URL": server.url,
+        "KV_SERVER_HTTP": server.url,
         "KV_SERVER_PEERS": server.peers,
     }
+    assert load({}, says)[0].server.socket == str(server.socket)  # an engine that it starts joins the server
     assert runs(pid_of(mine)) and runs(child)
     server.stop()
     assert not runs(pid_of(mine))

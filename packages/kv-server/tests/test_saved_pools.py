@@ -9,13 +9,14 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
+from kv_core.errors import ConfigError
 from kv_core.hashing import checksum_of
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache
 from kv_server.caches import cache_name
 from kv_server.succession.channel import FORMAT
-from kv_server.succession.saved_pool import saved_path
+from kv_server.succession.saved_pool import open_saved, saved_path
 from kv_testing.cache_servers import SLOT_BYTES, fill, join_at, join_server, lose, read, report_of, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import UpgradedServers
@@ -210,3 +211,11 @@ def test_a_second_server_cannot_have_the_same_pool(saved: Saved, tmp_path_factor
     assert read(cache, key_chain(1))
     cache.close()
     servers.close()
+
+
+def test_a_pool_larger_than_its_file_system_is_refused(tmp_path: Path) -> None:
+    """It would take chunks until that is full, and refuse them then."""
+    of_all = os.statvfs(tmp_path)
+    slots = 2 * of_all.f_blocks * of_all.f_frsize // SLOT_BYTES
+    with pytest.raises(ConfigError, match="and its file system has"):
+        open_saved(tmp_path / "saved" / "pool", ((CHUNK_BYTES,), "f"), slots, slots)

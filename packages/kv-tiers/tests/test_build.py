@@ -124,6 +124,8 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
         ({"type": "s3", "bucket": "a/b"}, "bucket"),
         ({"type": "s3", "bucket": "b", "tls_ca_file": "/nowhere/ca.pem"}, "nowhere|No such file"),
         ({"type": "shared_fs", "directory": ""}, "directory is empty"),
+        ({"type": "peers", "hosts": ["h:1"], "unprotected": True, "write": "back"}, "leave out write"),
+        ({"type": "peers", "hosts": ["h:1"], "unprotected": True, "stores": True, "codec": "zstd"}, "leave out codec"),
     ],
 )
 def test_wrong_options_are_found_and_leave_nothing(
@@ -135,6 +137,15 @@ def test_wrong_options_are_found_and_leave_nothing(
         check_settings(HostConfig(capacity_bytes=50_000), [tier])
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == threads
+
+
+def test_two_tiers_of_one_directory_are_refused(tmp_path: Path) -> None:
+    """The second could not have it once chunks come."""
+    disk = {"type": "disk", "directory": str(tmp_path), "capacity_bytes": "1MiB"}
+    another = {"type": "disk", "directory": [f"{tmp_path}/other", f"{tmp_path}/."], "name": "another"}
+    for tiers in ([disk, disk | {"name": "b"}], [disk, another | {"capacity_bytes": "1MiB"}]):
+        with pytest.raises(ConfigError, match=r"tiers\[1\]: .* is tiers\[0\]'s"):
+            check_settings(HostConfig(capacity_bytes=50_000), tiers)
 
 
 def test_right_options_are_checked_without_making_or_asking_anything(

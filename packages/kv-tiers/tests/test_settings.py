@@ -635,7 +635,9 @@ def test_a_verdict_that_an_engine_would_refuse_is_refused_before_it_starts(
     assert said in capsys.readouterr().err
 
 
-def test_commands_that_ask_a_server_find_it_by_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_ask_a_server_find_it_by_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Engines, server and commands may share one file, under either name of the option."""
     file = tmp_path / "kv.yaml"
     file.write_text("server: {socket: /nowhere/kv.sock}\n")
@@ -651,6 +653,22 @@ def test_commands_that_ask_a_server_find_it_by_its_settings(tmp_path: Path, caps
     for named in (["--config", str(file)], [str(file)]):
         assert main(["config", *named]) == 0
         assert "llama" in capsys.readouterr().out
+    file.write_text("http: {listen: '127.0.0.1:0'}\n")  # a server's, at the socket that all know
+    assert main(["top", "--once", "--config", str(file)]) == 2
+    assert "serves nothing there" not in capsys.readouterr().err + caplog.text
+
+
+def test_a_servers_file_is_shown_as_the_server_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads no environment variables, as engines do."""
+    monkeypatch.setenv("KV_HOST_CAPACITY_BYTES", "1GiB")
+    file = tmp_path / "kv.yaml"
+    for text, capacity in (("http: {listen: '127.0.0.1:0'}\n", ""), ("server: {name: llama}\n", "1073741824")):
+        file.write_text(text)
+        assert main(["config", str(file)]) == 0
+        (shown,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host.capacity_bytes")]
+        assert ("1073741824" in shown) == bool(capacity), shown
 
 
 @pytest.mark.parametrize("name", ["a b", "ab\n", "\nab"], ids=["space", "newline behind", "newline before"])

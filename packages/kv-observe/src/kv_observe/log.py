@@ -60,7 +60,7 @@ class LogLines(Subscriber):
                 text = f"tier {tier} {back}" if is_up else f"tier {tier} is {now.lower()}: {why}"
                 if suppressed:
                     text += f" ({suppressed} changes were suppressed before)"
-                level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
+                level = logging.INFO if now == "CLOSED" else logging.WARNING
                 self._log_line(occurred, level, text, event="tier_health", tier=tier, was=was, now=now, why=why)
             case DamageFound(tier, keys, reason):
                 text = f"{len(keys)} damaged chunks were discarded in {tier}: {reason}"

@@ -284,7 +284,7 @@ def _served(server: CacheServer, http: "HttpThread | None") -> dict[str, str]:
     """For programs: the variables that say what is served."""
     served = {"KV_SERVER_SOCKET": str(server.socket_path), "KV_SERVER_PID": str(os.getpid())}
     if http is not None:
-        served["KV_SERVER_URL"] = http.url
+        served["KV_SERVER_HTTP"] = http.url
     if server.peers_address is not None:
         served["KV_SERVER_PEERS"] = str(server.peers_address)
     return served

@@ -1,7 +1,7 @@
 """Programs beside the server (setting server.programs): started when it serves, ended with it, restarted if they fail.
 
 A program learns from its environment what is served: KV_SERVER_SOCKET, KV_SERVER_PID, and, if there are such addresses,
-KV_SERVER_URL (of HTTP) and KV_SERVER_PEERS. It is a process, so it can neither delay nor crash the server.
+KV_SERVER_HTTP (of HTTP) and KV_SERVER_PEERS. It is a process, so it can neither delay nor crash the server.
 """
 
 import os

@@ -333,6 +333,24 @@ def test_a_restarted_servers_disk_is_found_by_those_who_only_look(ending: ExitSt
     assert tier.load(reads_of(CONTEXT, keys)) == [Loaded(CHUNK_BYTES)] * 3
 
 
+def test_who_has_cleared_a_server_reads_it_again_when_that_is_restarted(ending: ExitStack, tmp_path: Path) -> None:
+    """It says then that it was never cleared."""
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": 64 * SLOT_BYTES}
+    old, new = key_chain(2, branch="old"), key_chain(3)
+    first = listening(16, peers={"take_stores": True}, tiers=[disk])
+    tier = tier_of(ending, address_of(first))
+    assert tier.store(writes_of(old)) == [Stored()] * 2
+    tier.clear()
+    assert tier.store(writes_of(new)) == [Stored()] * 3
+    first.close()
+    second = listening(16, peers={"take_stores": True, "listen": address_of(first)}, tiers=[disk])
+    ending.callback(second.close)
+    with tier._lock:
+        tier._holders.clear()  # what it has found there before
+    until(lambda: tier.holds(new) == [True] * 3)
+    assert tier.holds(old) == [False] * 2
+
+
 def connected(ending: ExitStack, server: ThreadedServer) -> PeerStream:
     """A sender that says what it likes."""
     sock = socket.create_connection(("127.0.0.1", int(address_of(server).rpartition(":")[2])))

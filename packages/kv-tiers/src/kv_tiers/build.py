@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -161,15 +162,27 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
         pool_path(config.name)
     check_parts(tiers)
     names: list[str] = []
+    directories: dict[object, str] = {}
     for number, options in enumerate(tiers):
         where = f"tiers[{number}]"
         factory, lane_config, tier_options = _read_tier(options, where)
         _check_parts(options, _codec(lane_config, ANY_CHUNKS, where), where)
         _cipher(options, lane_config, ANY_CHUNKS, where)
+        _check_peers(options, lane_config, where)
         if isinstance(factory, CheckedFactory):
             factory.check(tier_options)
+        for directory in _directories(options):
+            of_chunks = Path(directory).resolve(), lane_config.encryption_key_file, str(lane_config.codec)
+            if (other := directories.setdefault(of_chunks, where)) != where:
+                raise ConfigError(f"{where}: {directory} is {other}'s: a directory belongs to one tier; write another")
         names.append(lane_config.name)
         _check_names(names)
+
+
+def _directories(options: Mapping[str, object]) -> list[str]:
+    """Of a tier of disk's files."""
+    given = options.get("directory", "") if options.get("type") in ("disk", "gds") else ""
+    return [given] * bool(given) if isinstance(given, str) else list(map(str, given)) if isinstance(given, list) else []
 
 
 def refuse_gds(tiers: Sequence[Mapping[str, object]], why: str) -> None:
@@ -186,6 +199,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)
     cipher = _cipher(options, lane_config, context, where)
+    _check_peers(options, lane_config, where)
     fingerprint = context.fingerprint if cipher is None else cipher.fingerprint
     stored = dataclasses.replace(context, name=lane_config.name, fingerprint=fingerprint)
     make = partial(factory, tier_options, stored)
@@ -243,6 +257,15 @@ def _cipher(options: Mapping[str, object], config: LaneConfig, context: TierCont
             "Write type: disk for encrypted files; what peers send is encrypted by TLS"
         )
     return read_cipher(config.encryption_key_file, context.fingerprint, where)
+
+
+def _check_peers(options: Mapping[str, object], config: LaneConfig, where: str) -> None:
+    if options.get("type") != "peers":
+        return
+    if config.codec:
+        raise ConfigError(f"{where}: hosts send each other chunks as their pools hold them: leave out codec")
+    if not options.get("stores") and options.get("write", "never") != "never":
+        raise ConfigError(f"{where}: nothing is stored in a tier of type peers without `stores`; leave out write")
 
 
 def _check_parts(options: Mapping[str, object], codec: Codec | None, where: str) -> None:

@@ -153,11 +153,14 @@ class Layer:
     tree: Mapping[str, Any]
 
 
+_FILE: Final = "KV_CONFIG_FILE"
+
+
 def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
     """An engine's settings in force, and for each where it came from. Raises `ConfigError`: an unknown key (with the
     nearest valid name), a value of the wrong type, or one out of range."""
     options = dict(extra)
-    file = options.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
+    file = options.pop("config_file", None) or environ.get(_FILE)
     layers = [Layer("extra config", options)]
     if file:
         _check_text("config_file", str(file), "extra config")
@@ -335,9 +338,9 @@ def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Itera
     for variable, text in environ.items():
         if variable in variables:
             yield variables[variable], variable, text
-        elif variable.startswith("KV_") and variable != "KV_CONFIG_FILE" and not _is_service_link(variable, text):
+        elif variable.startswith("KV_") and variable != _FILE and not _is_service_link(variable, text):
             # The prefix is not ours alone, so only a likely typo is an error.
-            close = difflib.get_close_matches(variable, sorted(variables), n=1, cutoff=0.82)
+            close = difflib.get_close_matches(variable, sorted([*variables, _FILE]), n=1, cutoff=0.82)
             if close:
                 raise ConfigError(f"the environment has {variable}, which is no setting; did you mean {close[0]}?")
 

@@ -122,7 +122,11 @@ def _write_bundle(args: argparse.Namespace) -> int:
         _add(archive, "versions.json", json.dumps(versions, indent=1, sort_keys=True, default=str))
         _add(archive, "doctor.txt", _output_of(*doctor))
         _add(archive, "settings.txt", _output_of("config", *config))
-        _add(archive, "server.txt", _output_of("top", "--once", "--json"))
+        _add(
+            archive,
+            "server.txt",
+            _output_of("top", "--once", "--json", *(["--config", args.config] if args.config else [])),
+        )
     say(f"{args.bundle} is written. Look through it before you send it: it names paths, hosts and tenants")
     return 0
 

@@ -230,8 +230,9 @@ class HttpThread:
         """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen = read_listen(config)
         # Host names in requests that do not come from a page of another origin.
-        names = {LOOPBACK_NAME, "127.0.0.1", "::1", listen.host.lower()} if listen.is_loopback else set()
-        self._hosts = frozenset(names | {name.lower() for name in config.hosts})
+        own = [LOOPBACK_NAME, "127.0.0.1", "::1", listen.host, socket.gethostname()]
+        is_checked = listen.is_loopback or config.hosts
+        self._hosts = frozenset(name.lower() for name in (*own, *config.hosts) if is_checked)
         self._make_app = partial(
             make_app,
             token=read_token(Path(config.token_file)) if config.token_file else "",

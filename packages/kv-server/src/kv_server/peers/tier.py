@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
+from math import inf
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -296,6 +297,8 @@ class PeersTier:
         self._hidden: OrderedDict[ChunkKey, None] = OrderedDict()
         self._hidden_tenants: set[bytes] = set()
         self._cleared_s: float | None = None
+        self._is_clear_from_s = inf
+        """From when on the server that keeps the chunks has done our clear, too."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Answers from memory if there is a directory."""
@@ -370,11 +373,15 @@ class PeersTier:
 
     def clear(self) -> None:
         with self._lock:
-            self._cleared_s = time.monotonic()
+            self._cleared_s = cleared_s = time.monotonic()
+            self._is_clear_from_s = inf
             self._holders.clear()
         if self._directory is not None:
-            self._directory.cleared(self._cleared_s)
-        self._removed_at_host(wire.PeerClear(self._namespace, b""))
+            self._directory.cleared(cleared_s)
+        if self._removed_at_host(wire.PeerClear(self._namespace, b"")):
+            with self._lock:
+                if self._cleared_s == cleared_s:
+                    self._is_clear_from_s = time.monotonic()
 
     def clear_tenant(self, tenant: bytes) -> None:
         with self._lock:
@@ -387,7 +394,8 @@ class PeersTier:
 
     def removed(self) -> Removed:
         with self._lock:
-            return self._cleared_s, list(self._hidden_tenants), list(self._hidden)
+            cleared_s = self._cleared_s if self._is_clear_from_s == inf else None
+            return cleared_s, list(self._hidden_tenants), list(self._hidden)
 
     def remove(self, removed: Removed) -> None:
         self._cleared_s, tenants, keys = removed
@@ -531,10 +539,12 @@ class PeersTier:
     def _is_believed(self, sent_s: float, cleared_for_s: float | None) -> bool:
         """Whether a peer queried at `sent_s` was cleared later than we were, if we were. Under the lock.
 
-        cleared_for_s: from its answer.
+        cleared_for_s: from its answer; a server that has been restarted since says that it never was.
         """
         cleared_s = self._cleared_s
-        return cleared_s is None or (cleared_for_s is not None and sent_s - cleared_for_s > cleared_s)
+        if cleared_s is None or sent_s > self._is_clear_from_s:
+            return True
+        return cleared_for_s is not None and sent_s - cleared_for_s > cleared_s
 
     def _is_hidden(self, key: ChunkKey) -> bool:
         """Under the lock."""

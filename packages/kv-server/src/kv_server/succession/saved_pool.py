@@ -24,7 +24,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.pool.host_pool import InheritedPool, pool_path, slot_bytes_for
+from kv_tiers.pool.host_pool import InheritedPool, check_room, pool_path, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 from kv_tiers.threads import start_thread
 
@@ -63,7 +63,8 @@ def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tup
         own_directory(path.parent, _REMEDY)
         descriptor = _open(path)
         index = _take_index(path, wanted, mapped_slots)
-        nbytes = mapped_slots * slot_bytes_for(max(wanted[0]))
+        slot_bytes = slot_bytes_for(max(wanted[0]))
+        nbytes = mapped_slots * slot_bytes
         if index is not None and os.fstat(descriptor).st_size == nbytes:
             return InheritedPool(index.pool.name, slots, mapped_slots, descriptor), index
         if os.fstat(descriptor).st_size:
@@ -75,6 +76,7 @@ def open_saved(path: Path, wanted: Format, slots: int, mapped_slots: int) -> tup
             path.unlink()
             os.close(descriptor)
             descriptor = _open(path)
+        check_room(descriptor, path, slots * slot_bytes)  # of the rest it says so when the capacity is raised
         os.ftruncate(descriptor, nbytes)
         return InheritedPool(f"saved-{token_hex(8)}", slots, mapped_slots, descriptor), None
     except OSError as error:

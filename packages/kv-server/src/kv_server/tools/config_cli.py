@@ -11,7 +11,7 @@ from pathlib import Path
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import is_quantised_kind
 from kv_core.log import say
-from kv_tiers.settings import Settings, load
+from kv_tiers.settings import Layer, Settings, load, read_file, resolve
 
 _PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it
 _SECRET = re.compile(r"(password|passphrase|secret|token|salt|credential|authorization|api_key)(?!.*_file$)", re.I)
@@ -28,8 +28,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and observe are checked as when "
         "an engine starts on this machine; if server.socket is set, only the secret, as the engine joins that server. "
         "What only kv-server uses is checked as when it starts, except whether addresses are free. A file with "
-        "peers.listen or http.listen is taken for kv-server's. The exit status is 0, or 2 if something is wrong; the "
-        "text on standard error says what to do.",
+        "peers.listen or http.listen is taken for kv-server's, which reads no environment variables. The exit status "
+        "is 0, or 2 if something is wrong; the text on standard error says what to do.",
     )
     parser.add_argument(
         "file",
@@ -65,9 +65,12 @@ def _print_and_check(args: argparse.Namespace) -> None:
         raise InputError(f"--extra is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise InputError("--extra must be a JSON object")
+    settings = None
     if file := args.file or args.named_file:
+        settings, in_force = resolve([Layer("extra config", extra), Layer(f"file {file}", read_file(file))], {})
         extra["config_file"] = file
-    settings, in_force = load(extra, os.environ)
+    if settings is None or not _is_for_server(settings):
+        settings, in_force = load(extra, os.environ)
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
         say(*json.dumps(values, indent=1, default=str).split("\n"), sep="\n")
@@ -87,13 +90,17 @@ def _print_and_check(args: argparse.Namespace) -> None:
     from kv_observe.build import check_observe
     from kv_tiers.build import check_settings
 
-    is_for_server = bool(settings.http.listen or settings.peers.listen)
+    is_for_server = _is_for_server(settings)
     if is_for_server or not settings.server.socket:  # otherwise the engine joins a server that has all of this
         check_settings(settings.host, settings.tiers)
         check_observe(settings.observe)
         _check_verdict(settings)
     if is_for_server or not (settings.host.name or settings.server.url):  # otherwise they are an engine's
         _check_server(settings)
+
+
+def _is_for_server(settings: Settings) -> bool:
+    return bool(settings.http.listen or settings.peers.listen)
 
 
 def _check_server(settings: Settings) -> None:

@@ -67,9 +67,10 @@ def socket_of(options: argparse.Namespace) -> Path:
 
     socket, name = options.socket, options.name
     if options.server_config is not None and not socket and name is None:
-        from kv_tiers.settings import load
+        from kv_tiers.settings import Layer, read_file, resolve
 
-        server = load({"config_file": options.server_config}, {})[0].server
+        layer = Layer(f"file {options.server_config}", read_file(options.server_config))
+        server = resolve([layer], {})[0].server
         socket, name = server.socket, server.name
     return Path(socket) if socket else default_socket(name or "default")
 

@@ -483,7 +483,8 @@ def _open_private(path: Path) -> int:
     return file
 
 
-def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap:
+def check_room(file: int, path: Path, nbytes: int) -> None:
+    """Raises `ConfigError`: this file of a pool cannot grow to so many bytes."""
     status, file_system = os.fstat(file), os.fstatvfs(file)
     free = file_system.f_bavail * file_system.f_frsize + status.st_blocks * 512
     if nbytes > free:
@@ -491,8 +492,12 @@ def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap
             f"the pool's file {path} needs {spelled(nbytes)} and its file system has {spelled(free)} free; write a "
             f"capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
         )
+
+
+def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap:
+    check_room(file, path, nbytes)
     try:
-        if status.st_size != nbytes:
+        if os.fstat(file).st_size != nbytes:
             os.ftruncate(file, nbytes)
         os.posix_fallocate(file, 0, nbytes - slots_bytes)  # the directory is written to at any time: see `back`
         return mmap.mmap(file, nbytes)
