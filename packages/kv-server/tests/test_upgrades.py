@@ -3,21 +3,36 @@
 import json
 import socket
 import threading
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_core.errors import ConfigError
 from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
+from kv_server.server import CacheServer
 from kv_server.succession.channel import FORMAT
-from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
+from kv_server.succession.upgrade import TakingOver
+from kv_testing.cache_servers import (
+    SLOT_BYTES,
+    ThreadedServer,
+    fill,
+    held,
+    join_server,
+    read,
+    report_of,
+    settings_for,
+    store,
+)
 from kv_testing.servers import reserved_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Callers, Loads, UpgradedServers, end
-from kv_testing.wait import line, until
+from kv_testing.wait import joined, line, until
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.testing.tier_contract import content
 
 
@@ -236,6 +251,50 @@ def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str)
     servers.upgrade()
     assert f"localhost:{was[section == 'peers']}" in servers.ready
     servers.close()
+
+
+@pytest.mark.parametrize("what", ["freeze", "quota"])
+def test_what_is_set_while_the_new_server_opens_its_tiers_is_not_lost(served: ThreadedServer, what: str) -> None:
+    """It was acknowledged: the old server goes on."""
+    cache, tenant = served.join(), bytes(7)
+    store(cache, key_chain(3))
+    successor = TakingOver(served.path)
+    if what == "freeze":
+        assert ask_server(served.path, wire.Freeze(True)).report.frozen  # type: ignore[union-attr]
+    else:
+        served.server.submit(partial(served.server.formats.keep_quota, tenant, SLOT_BYTES, None)).result()
+    new = CacheServer(served.server._config, clock=served.clock, succession=successor, ports=successor.ports)
+    with pytest.raises(ConfigError, match="goes on"):
+        new.take_over()
+    assert held(cache, key_chain(3)) == 3
+    assert report_of(served.path).frozen == (what == "freeze")
+    cache.close()
+
+
+def test_others_are_answered_while_a_client_clears_a_cache(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds with a hundred thousand chunks."""
+    one, other = served.join(timeout_s=30.0), served.join()
+    store(one, key_chain(3))
+    begun, may_end = threading.Event(), threading.Event()
+    clear = LocalCache.clear
+
+    def slow(cache: LocalCache) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        clear(cache)
+
+    monkeypatch.setattr(LocalCache, "clear", slow)
+    clearing = threading.Thread(target=one.clear)
+    clearing.start()
+    assert begun.wait(30)
+    assert held(other, key_chain(3)) == 3
+    may_end.set()
+    joined(clearing)
+    assert held(other, key_chain(3)) == 0
+    one.close()
+    other.close()
 
 
 NEW_DIES = [("send", 1), ("receive", 1), ("send", 2), ("receive", 2), ("commit", 1)]

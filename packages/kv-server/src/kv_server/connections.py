@@ -63,7 +63,7 @@ class ClientConnection:
     pidfd: int = -1
     is_greeted: bool = False
     is_ending: bool = False
-    waiting: wire.Register | wire.Explain | wire.Reload | None = None
+    waiting: wire.Register | wire.Explain | wire.Clear | wire.Reload | None = None
     is_ahead: bool = False
     register: wire.Register | None = None
     session: Session | None = None

@@ -315,7 +315,11 @@ class CacheServer:
             case wire.Explain():
                 client.waiting = request
                 answer_later = partial(self._answer_later, client)
-                explain_on_thread(partial(explainer(self), request), lambda one: answer_later(one.result))
+                on_thread("kv-explain", partial(explainer(self), request), lambda one: answer_later(one.result))
+            case wire.Clear() if client.session is not None:
+                client.waiting = request
+                answer_later = partial(self._answer_later, client)
+                on_thread("kv-clear", client.session.clear, lambda one: answer_later(one.result))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -511,6 +515,11 @@ class CacheServer:
         """Serve nobody until the other process has taken over. False: it does not, and this one goes on. Raises
         `TierDown`: the same, and why."""
         assert self._passing is not None
+        formats = self.formats
+        if formats.is_frozen or formats.drained is not None or formats.quotas_set != self._passing.quotas:
+            raise TierDown(
+                "meanwhile it was frozen or drained, or a quota was set, which the other one has not heard of"
+            )
         channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
             is_reloading = isinstance(client.waiting, wire.Reload)
@@ -649,7 +658,7 @@ class CacheServer:
         self._shrinking.begin()
         if self._peers is not None:
             self.submit(self._serve_peers)
-        self._answer_waiting(wire.Register | wire.Explain)
+        self._answer_waiting(wire.Register | wire.Explain | wire.Clear)
         waited_s = time.monotonic() - rest.stopped_s
         chunks = sum(cache.counts().chunks_resident for cache in self.caches.values())
         text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
@@ -829,21 +838,19 @@ def explainer(server: CacheServer) -> Callable[[wire.Explain], wire.Explanations
     return lambda request: explain_prompt(request, *state)
 
 
-def explain_on_thread(
-    explaining: Callable[[], wire.Explanations], then: Callable[["Future[wire.Explanations]"], object]
-) -> None:
-    """Do this on a thread of its own, and call `then` there with its outcome. A prompt of thousands of chunks with many
-    groups and shards takes tenths of a second, and all engines would wait for the serving thread as long."""
-    explained: Future[wire.Explanations] = Future()
+def on_thread(name: str, work: Callable[[], T], then: Callable[["Future[T]"], object]) -> None:
+    """Do this on a thread of its own, and call `then` there with its outcome. What takes tenths of a second, as with a
+    prompt of thousands of chunks in many groups and shards, would keep all engines waiting for the serving thread."""
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            explained.set_result(explaining())
+            done.set_result(work())
         except Exception as error:  # noqa: BLE001  # the client that asked gets it
-            explained.set_exception(error)
-        then(explained)
+            done.set_exception(error)
+        then(done)
 
-    if start_thread(threading.Thread(target=run, name="kv-explain", daemon=True)):
+    if start_thread(threading.Thread(target=run, name=name, daemon=True)):
         run()
 
 

@@ -112,12 +112,15 @@ class Session:
                 return None
             case wire.Retainable(keys):
                 return wire.Fitting(self.cache.retainable(keys.unpack()))
-            case wire.Clear():
-                self.cache.clear()
             case wire.Counts():
                 return wire.Counted(self.cache.counts())
             case wire.ChangesSince(upto):
                 return self._changes_since(upto)
+        return wire.Done()
+
+    def clear(self) -> wire.Done:
+        """On any thread."""
+        self.cache.clear()
         return wire.Done()
 
     def _changes_since(self, upto: int) -> wire.Changed:

@@ -20,7 +20,7 @@ from kv_server.session import OrphanImage
 from kv_server.succession.image import CacheImage, PoolImage
 from kv_server.wire import Format
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """The version of all that is passed on: these messages, and what is in them."""
 
 _HEADER: Final = struct.Struct("<QI")
@@ -173,7 +173,7 @@ class ClientImage(msgspec.Struct):
     pid: int
     has_pidfd: bool
     is_greeted: bool
-    waiting: wire.Register | wire.Explain | None
+    waiting: wire.Register | wire.Explain | wire.Clear | None
     register: wire.Register | None
     session: str
     token: bytes

@@ -53,7 +53,7 @@ class PassingOn(threading.Thread):
         super().__init__(name="kv-passing-on", daemon=True)
         self.channel = channel
         self._address = address
-        self._quotas = quotas
+        self.quotas = quotas
         self._ports = ports
         self._passed = [Passed(wanted, cache) for wanted, cache in caches.items()]
         self._pause_ports, self._stop, self._gone_on = pause_ports, stop, gone_on
@@ -88,7 +88,7 @@ class PassingOn(threading.Thread):
         for passed in self._passed:
             if not passed.cache.lower.pause(_CLOSING_S):
                 raise TierDown(f"a call to a tier has not returned for {_CLOSING_S:g} s")
-        quotas = [(wanted, tenant, quota) for (wanted, tenant), quota in self._quotas.items()]
+        quotas = [(wanted, tenant, quota) for (wanted, tenant), quota in self.quotas.items()]
         ports = self._ports.open()
         listening = {section: listen for section, (listen, _) in ports.items()}
         prepared = Prepared([passed.pool_image() for passed in self._passed], quotas, listening)
