@@ -18,22 +18,24 @@ from kv_server.caches import cache_name
 from kv_server.succession.channel import FORMAT
 from kv_server.succession.saved_pool import open_saved, saved_path
 from kv_testing.cache_servers import SLOT_BYTES, fill, join_at, join_server, lose, read, report_of, store
+from kv_testing.servers import ValkeyServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import UpgradedServers
 from kv_testing.wait import line, until
 
 
 class Saved(UpgradedServers):
-    """Servers whose pool has a name, without a disk."""
+    """Servers whose pool has a name, and no tiers but those in `more` settings."""
 
-    def __init__(self, home: Path, slots: int = 8) -> None:
+    def __init__(self, home: Path, slots: int = 8, **more: object) -> None:
+        self.more = more
         self.name = f"test-{token_hex(6)}"
         self.file = saved_path(self.name, cache_name(((CHUNK_BYTES,), "f")))
         super().__init__(home, self.settings(slots))
 
     def settings(self, slots: int, most: int = 0) -> dict[str, object]:
         sizes = {"capacity_bytes": slots * SLOT_BYTES, "max_capacity_bytes": most * SLOT_BYTES}
-        return {"host": {"name": self.name, **sizes}}
+        return {"host": {"name": self.name, **sizes}, **self.more}
 
     @property
     def index(self) -> Path:
@@ -155,6 +157,27 @@ def test_a_chunk_whose_bytes_have_changed_meanwhile_is_not_found(saved: Saved) -
     assert cache.lookup(keys, "r").chunks == 1
     assert cache.counts().chunks_damaged == 1
     cache.close()
+
+
+def test_what_a_tier_could_not_get_before_a_stop_it_gets_after_it(home: Path) -> None:
+    """Or it would be lost with its place in the pool."""
+    valkey = ValkeyServer()
+    valkey.stop()
+    servers = Saved(home, tiers=[{"type": "redis", "url": valkey.url}], cold={"drain_s": 0.1})
+    try:
+        cache = join_server(home)
+        store(cache, key_chain(3))
+        servers.close()
+        valkey.start()
+        servers.restart()
+        back(cache)
+        until(lambda: report_of(home / "s").caches[0].tiers[0].spill.stored == 3)
+        cache.close()
+    finally:
+        servers.close()
+        servers.file.unlink(missing_ok=True)
+        servers.index.unlink(missing_ok=True)
+        valkey.remove()
 
 
 def test_it_outlives_live_upgrades_too(saved: Saved) -> None:

@@ -91,7 +91,7 @@ def restore_saved(cache: LocalCache, index: SavedIndex) -> None:
         cache.parts.host.doubt(dict(zip(index.pool.at, index.checksums, strict=True)))
     end_inherited_leases(cache)
     cache.admin.trim()
-    thread = threading.Thread(target=_verify, args=(cache, index.pool.at), name="kv-verify", daemon=True)
+    thread = threading.Thread(target=_verify, args=(cache, index), name="kv-verify", daemon=True)
     if why := start_thread(thread):
         _log.info("the chunks that a server left are verified when they are looked up: %s", why)
 
@@ -114,7 +114,7 @@ def image_to_save(path: Path, wanted: Format, cache: LocalCache, orphans: Sequen
     pairs = [(key, slot) for key, slot in at_last.items() if slot >= 0]
     pool = replace(pool, keys=[key for key, _ in pairs], at=[slot for _, slot in pairs])
     unverified, view = image.unverified, cache.pool
-    image = replace(image, changed=[], waiting={}, removals={}, removed={}, cleared_s=None, unverified={})
+    image = replace(image, changed=[], removals={}, removed={}, cleared_s=None, unverified={})
 
     def checksum(pair: tuple[ChunkKey, int]) -> bytes:
         key, slot = pair
@@ -142,9 +142,9 @@ def write_index(path: Path, index: SavedIndex) -> None:
         _log.warning("the next server finds pool %s empty: %s", path.name, error)
 
 
-def _verify(cache: LocalCache, slots: Sequence[int]) -> None:
-    """Before requests need them, the most valuable first."""
-    parts, wanted = cache.parts, list(reversed(slots))
+def _verify(cache: LocalCache, index: SavedIndex) -> None:
+    """Before requests need them, the most valuable first. Then the tiers below get what they had not got yet."""
+    parts, wanted = cache.parts, list(reversed(index.pool.at))
     with suppress(ClosedError):
         for at in range(0, len(wanted), _AT_ONCE):
             with parts.host.lock:
@@ -152,6 +152,12 @@ def _verify(cache: LocalCache, slots: Sequence[int]) -> None:
                 doubtful = parts.host.lease_doubtful(wanted[at : at + _AT_ONCE])
             if doubtful:
                 parts.verify(doubtful)
+        with parts.host.lock:
+            parts.host.check_open()
+            for number, name in enumerate(cache.tiers[1:]):
+                waiting = index.cache.waiting.get(name, ())
+                there = [one for one in waiting if parts.index.key_at(one[0]) == one[1]]  # no other chunk, nor damaged
+                parts.lower.spills.restore(number, there)
 
 
 def _take_index(path: Path, wanted: Format, mapped_slots: int) -> SavedIndex | None:
