@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -102,6 +103,32 @@ def assert_free(name: str, keys: Collection[ChunkKey]) -> None:
     again = HostPool.named(name, CHUNK_BYTES, SLOTS, fingerprint="close")
     assert again.directory is not None
     assert {record.key for record in again.directory.records()} == set(keys)
+    again.close()
+
+
+def test_what_was_cleared_while_a_tier_stored_is_gone_for_the_next_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing is waited for: a removal waits for stores that are under way."""
+    directory, keys = tmp_path / "tier", key_chain(3)
+    cache = opened(name, disk_at(directory))
+    store(cache, keys)
+    until(lambda: cache.lower.states()[0].usage.chunks == 3)
+    begun, may_end, real = threading.Event(), threading.Event(), DiskTier.store
+
+    def slow(tier: DiskTier, writes: Sequence[Write]) -> list[StoreOutcome]:
+        begun.set()
+        assert may_end.wait(30)
+        return real(tier, writes)
+
+    monkeypatch.setattr(DiskTier, "store", slow)
+    store(cache, key_chain(2, branch="more"))
+    assert begun.wait(30)
+    cache.clear()
+    threading.Timer(0.5, may_end.set).start()  # when the 0.2 s to drain are over
+    cache.close()
+    again = opened(name, disk_at(directory))
+    assert again.lower.states()[0].usage.chunks == 0
     again.close()
 
 

@@ -109,6 +109,8 @@ class BootMeasurement:
 
 
 Capability = TypeVar("Capability")
+_REMOVALS_S: Final = 2.0
+"""How long a tier that is up may take to remove, before it is closed, what was cleared or forgotten."""
 _FULL_FROM: Final = 0.75
 """How much of a tier's capacity is used when it evicts at the latest: it keeps room for what comes next, and records of
 chunks that are smaller than a slot."""
@@ -289,5 +291,7 @@ class LowerTiers:
             _log.warning(text, unspilled, timeout_s)
         if self._boot is not None:
             self._boot.join()  # it calls tiers, and none is called while it is closed
+        for lane in self.lanes:
+            lane.remove_all(_REMOVALS_S)
         closed = [lane.close(timeout_s) for lane in self.lanes]  # all of them, even after one that does not close
         return all(closed)

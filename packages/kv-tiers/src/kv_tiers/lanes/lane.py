@@ -417,6 +417,15 @@ class Lane:
                 self._changed.wait(min(remaining_s, 0.05))
         return True
 
+    def remove_all(self, timeout_s: float) -> None:
+        """Refuse queued jobs, and wait until what is to be removed is: nothing hides it from the next process."""
+        with self._changed:
+            waiting = self._jobs.take_submitted()
+        for job in waiting:
+            self._refuse(job, "the cache was closed")
+        if self._threads:
+            self.drain(timeout_s)
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse queued jobs, wait for running ones, close the tier. False: a call still runs, and uses its memory."""
         with self._changed:
