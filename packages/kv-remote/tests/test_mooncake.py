@@ -116,6 +116,11 @@ class Answering:
         return getattr(self._client, name)
 
 
+def client_of(tier: MooncakeTier) -> Any:
+    with tier._joined() as joined:
+        return joined.client
+
+
 CONTEXT = TierContext(10_000, 12_288, "contract")
 
 
@@ -152,14 +157,14 @@ class TestMooncake(PersistentTierContract):
         keys = key_chain(2)
         self.store(keys)
         assert isinstance(self.tier, MooncakeTier)
-        client = self.tier._client
-        self.tier._client = Answering(client, batch_put_from=code, batch_get_into=code, batch_is_exist=code)
+        client = client_of(self.tier)
+        self.tier._current.client = Answering(client, batch_put_from=code, batch_get_into=code, batch_is_exist=code)
         try:
             assert self.tier.holds(keys[:1]) == [False]
             assert self.load(keys[:1]) == [Absent()]
             outcomes = self.tier.store(self.writes(keys))
         finally:
-            self.tier._client = client
+            self.tier._current.client = client
         assert [type(outcome) for outcome in outcomes] == [Unstorable, Stored]
         assert self.tier.usage().full == ""
         assert self.loaded(keys) == [True] * 2
@@ -174,7 +179,7 @@ class TestMooncake(PersistentTierContract):
     def client(self) -> Any:
         """Mooncake's own, that of the tier."""
         assert isinstance(self.tier, MooncakeTier)
-        return self.tier._connected()
+        return client_of(self.tier)
 
     def name_of(self, key: ChunkKey) -> str:
         assert isinstance(self.tier, MooncakeTier)
@@ -219,7 +224,7 @@ def test_a_node_that_dies_costs_its_own_chunks_and_one_wait() -> None:
         assert isinstance(tier, MooncakeTier)
         chunks.store(keys)
         names = [tier._name(key) for key in keys]
-        of_node = tier._connected().batch_get_replica_desc(names)
+        of_node = client_of(tier).batch_get_replica_desc(names)
         places = [
             of_node[name][0].get_memory_descriptor().buffer_descriptor.transport_endpoint.rpartition(":")[2]
             for name in names
@@ -236,7 +241,7 @@ def test_a_node_that_dies_costs_its_own_chunks_and_one_wait() -> None:
         # The master still lists them, and nobody waits for them again.
         assert tier.holds(keys) == expected
         asked: list[list[str]] = []
-        client = tier._connected()
+        client = client_of(tier)
 
         class Watched:
             def __getattr__(self, name: str) -> Any:
@@ -246,9 +251,9 @@ def test_a_node_that_dies_costs_its_own_chunks_and_one_wait() -> None:
                 asked.append(names)
                 return client.batch_get_into(names, *rest)
 
-        tier._client = Watched()
+        tier._current.client = Watched()
         assert [isinstance(outcome, Loaded) for outcome in chunks.load(keys)] == expected
-        tier._client = client
+        tier._current.client = client
         assert sum(map(len, asked)) == sum(expected)
 
 

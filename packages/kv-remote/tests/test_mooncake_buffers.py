@@ -29,7 +29,8 @@ class Client:
     made: ClassVar[list["Client"]] = []
 
     def __init__(self) -> None:
-        self.reading = 0
+        self.reading = self.calls = 0
+        self.closed_beside: list[int] = []
         self.may_end, self.knows_us = threading.Event(), True
         self.made.append(self)
 
@@ -44,11 +45,13 @@ class Client:
 
     def batch_get_into(self, names: Sequence[str], _addresses: Sequence[int], _sizes: Sequence[int]) -> list[int]:
         self.reading += 1
+        self.calls += 1
         assert self.may_end.wait(30)
+        self.calls -= 1
         return [NOT_FOUND] * len(names)
 
     def close(self) -> None:
-        pass
+        self.closed_beside.append(self.calls)  # Mooncake's crashes beside any
 
 
 @pytest.fixture
@@ -64,6 +67,11 @@ def tier(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncak
     assert isinstance(made, MooncakeTier)
     yield made
     made.close()
+
+
+def client_of(tier: MooncakeTier) -> Any:
+    with tier._joined() as joined:
+        return joined.client
 
 
 def load(tier: MooncakeTier, branch: str) -> list[LoadOutcome]:
@@ -91,12 +99,14 @@ def test_buffers_of_a_new_connection_return_to_it_whoever_waited_for_those_of_th
     tier.probe()
     new = Client.made[1]
     until(lambda: new.reading)
+    assert old.closed_beside == []
     old.may_end.set()
     new.may_end.set()
     joined(first, second)
     assert outcomes == {"first": [Absent()] * 2, "second": [Absent()] * 2}
     assert load(tier, "third") == [Absent()] * 2
     assert (old.reading, new.reading) == (1, 2)
+    assert (old.closed_beside, new.closed_beside) == ([0], [])
 
 
 def test_nodes_that_have_failed_are_not_remembered_for_longer_than_they_are_excluded(
@@ -105,7 +115,7 @@ def test_nodes_that_have_failed_are_not_remembered_for_longer_than_they_are_excl
     """A node that is started again has another address, so what is known of the former is of no use."""
     now, nodes = [0.0], [f"127.0.0.1:{port}" for port in (1, 2, 3)]
     monkeypatch.setattr(mooncake, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    client = tier._connected()
+    client = client_of(tier)
     monkeypatch.setattr(client, "batch_get_replica_desc", lambda names: {names[0]: [copy_at(nodes[0])]}, raising=False)
     for _ in range(3):
         tier._exclude_nodes(["a chunk"])

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -84,6 +85,17 @@ _Buffer = NDArray[np.uint8]
 """Room for one object, registered with Mooncake: header and payload, [HEADER_BYTES + chunk_bytes]."""
 
 
+@dataclass(slots=True)
+class _Joined:
+    """A client that has joined the store, and the buffers registered with it that are free. calls: that use it now; the
+    last of them closes one that was left."""
+
+    client: Any
+    free: list[_Buffer]
+    calls: int = 0
+    is_left: bool = False
+
+
 class MooncakeTier:
     """Safe to call from any thread. Nothing is connected before the first call."""
 
@@ -106,8 +118,7 @@ class MooncakeTier:
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._object_bytes = HEADER_BYTES + context.chunk_bytes
         self._connecting = threading.Lock()
-        self._client: Any = None
-        self._free: list[_Buffer] = []
+        self._current: _Joined | None = None
         self._buffers_changed = threading.Condition()
         self._excluded: dict[str, float] = {}  # nodes that failed, and when each is retried
         self._no_stores_until = 0.0
@@ -117,7 +128,7 @@ class MooncakeTier:
         if not keys:
             return []
         names = [self._name(key) for key in keys]
-        codes = self._connected().batch_is_exist(names)
+        codes = self._call("batch_is_exist", names)
         are_there = [code not in _OF_ONE_OBJECT and _checked(code) == 1 for code in codes]
         lost = self._lost([name for name, is_there in zip(names, are_there, strict=True) if is_there])
         return [is_there and name not in lost for name, is_there in zip(names, are_there, strict=True)]
@@ -126,16 +137,16 @@ class MooncakeTier:
         outcomes: list[LoadOutcome] = []
         while len(outcomes) < len(reads):
             remaining = reads[len(outcomes) :]
-            with self._borrow_buffers(len(remaining)) as buffers:
-                outcomes += self._load(remaining[: len(buffers)], buffers)
+            with self._borrow_buffers(len(remaining)) as (client, buffers):
+                outcomes += self._load(client, remaining[: len(buffers)], buffers)
         return outcomes
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes: list[StoreOutcome] = []
         while len(outcomes) < len(writes):
             remaining = writes[len(outcomes) :]
-            with self._borrow_buffers(len(remaining)) as buffers:
-                outcomes += self._store(remaining[: len(buffers)], buffers)
+            with self._borrow_buffers(len(remaining)) as (client, buffers):
+                outcomes += self._store(client, remaining[: len(buffers)], buffers)
         if outcomes:
             self._full = why_full(outcomes)
         return outcomes
@@ -152,11 +163,12 @@ class MooncakeTier:
     def probe(self) -> None:
         # A restarted master has forgotten this client, so a connection that failed is replaced.
         self._reach_master()
-        client = self._connected()
-        if client.batch_is_exist([f"{self._prefix}/probe"])[0] < 0:
+        with self._joined() as joined:
+            has_failed = joined.client.batch_is_exist([f"{self._prefix}/probe"])[0] < 0
+        if has_failed:
             with self._connecting:
-                if self._client is client:
-                    self._disconnect()
+                if self._current is joined:
+                    self._leave()
             raise TierDown("the master does not answer")
 
     def usage(self) -> TierUsage:
@@ -164,19 +176,17 @@ class MooncakeTier:
 
     def close(self) -> None:
         with self._connecting:
-            self._disconnect()
+            self._leave()
 
     def _name(self, key: ChunkKey) -> str:
         return f"{self._prefix}/{key.path()}"
 
-    def _load(self, reads: Sequence[Read], buffers: Sequence[_Buffer]) -> list[LoadOutcome]:
+    def _load(self, client: Any, reads: Sequence[Read], buffers: Sequence[_Buffer]) -> list[LoadOutcome]:
         names = [self._name(read.key) for read in reads]
         lost = self._lost(names)
         wanted = [(name, buffer) for name, buffer in zip(names, buffers, strict=True) if name not in lost]
         addresses = [buffer.ctypes.data for _, buffer in wanted]
-        answers = self._connected().batch_get_into(
-            [name for name, _ in wanted], addresses, [self._object_bytes] * len(wanted)
-        )
+        answers = client.batch_get_into([name for name, _ in wanted], addresses, [self._object_bytes] * len(wanted))
         sizes: dict[str, int] = dict(zip((name for name, _ in wanted), answers, strict=True))
         self._exclude_nodes([name for name, size in sizes.items() if size == _TRANSFER_FAILED])
         return [
@@ -199,13 +209,13 @@ class MooncakeTier:
         )
         return Loaded(payload_bytes)
 
-    def _store(self, writes: Sequence[Write], buffers: Sequence[_Buffer]) -> list[StoreOutcome]:
+    def _store(self, client: Any, writes: Sequence[Write], buffers: Sequence[_Buffer]) -> list[StoreOutcome]:
         if time.monotonic() < self._no_stores_until:
             return [Refused("a node of the store does not answer")] * len(writes)
         for write, buffer in zip(writes, buffers, strict=True):
             buffer[:HEADER_BYTES] = np.frombuffer(write.header, np.uint8)
             np.copyto(buffer[HEADER_BYTES : HEADER_BYTES + write.stored_bytes], np.frombuffer(write.payload, np.uint8))
-        answers = self._connected().batch_put_from(
+        answers = client.batch_put_from(
             [self._name(write.key) for write in writes],
             [buffer.ctypes.data for buffer in buffers[: len(writes)]],
             [HEADER_BYTES + write.stored_bytes for write in writes],
@@ -228,12 +238,12 @@ class MooncakeTier:
 
     def _remove(self, names: Sequence[str]) -> None:
         if names:
-            for code in self._connected().batch_remove(list(names), True):  # True: even if it was read recently
+            for code in self._call("batch_remove", list(names), True):  # True: even if it was read recently
                 if code != _NOT_FOUND:
                     _checked(code)
 
     def _remove_below(self, path: str) -> None:
-        _checked(self._connected().remove_by_regex(f"^{path}/.*", True))
+        _checked(self._call("remove_by_regex", f"^{path}/.*", True))
 
     # Nodes that do not answer.
 
@@ -243,7 +253,7 @@ class MooncakeTier:
         dead = {node for node, until in list(self._excluded.items()) if now < until}
         if not dead or not names:
             return set()
-        copies = self._connected().batch_get_replica_desc(list(names))
+        copies = self._call("batch_get_replica_desc", list(names))
         return {name for name, replicas in copies.items() if _nodes(replicas) and _nodes(replicas) <= dead}
 
     def _exclude_nodes(self, names: Sequence[str]) -> None:
@@ -251,23 +261,44 @@ class MooncakeTier:
         if names:
             now = time.monotonic()
             until = now + self._config.dead_node_s
-            for replicas in self._connected().batch_get_replica_desc(list(names)).values():
+            for replicas in self._call("batch_get_replica_desc", list(names)).values():
                 self._excluded |= dict.fromkeys(_nodes(replicas), until)
             # A restarted node counts as a new one, so entries of former nodes are dropped when their time is over.
             self._excluded = {node: retry_at for node, retry_at in list(self._excluded.items()) if now < retry_at}
 
     # The connection.
 
-    def _connected(self) -> Any:
-        client = self._client
-        if client is not None:
-            return client
-        with self._connecting:
-            if self._client is None:
-                self._connect()
-            return self._client
+    def _call(self, method: str, *arguments: Any) -> Any:
+        with self._joined() as joined:
+            return getattr(joined.client, method)(*arguments)
 
-    def _connect(self) -> None:
+    @contextmanager
+    def _joined(self) -> Iterator[_Joined]:
+        """The client of now, which is not closed meanwhile: Mooncake's crashes if it is."""
+        with self._connecting:
+            joined = self._current = self._current or self._join()
+            joined.calls += 1
+        try:
+            yield joined
+        finally:
+            with self._connecting:
+                joined.calls -= 1
+                self._close_if_left(joined)
+
+    def _leave(self) -> None:
+        """Under the lock. The next call joins again."""
+        left, self._current = self._current, None
+        if left is not None:
+            with self._buffers_changed:
+                left.is_left = True
+                self._buffers_changed.notify_all()
+            self._close_if_left(left)
+
+    def _close_if_left(self, joined: _Joined) -> None:
+        if joined.is_left and not joined.calls:
+            joined.client.close()
+
+    def _join(self) -> _Joined:
         config = self._config
         # Mooncake's client tries for a minute and a half to reach a master that is not there.
         address = self._reach_master()
@@ -290,17 +321,7 @@ class MooncakeTier:
                 client.close()
                 raise TierDown(f"Mooncake's client could not register a buffer of {self._object_bytes} bytes: {code}")
             buffers.append(buffer)
-        with self._buffers_changed:
-            self._free = buffers
-            self._buffers_changed.notify_all()
-        self._client = client
-
-    def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-        with self._buffers_changed:
-            self._free = []
+        return _Joined(client, buffers)
 
     def _reach_master(self) -> str:
         """The address of this host from which the master is reached."""
@@ -312,22 +333,24 @@ class MooncakeTier:
             raise TierDown(f"no master at {self._config.master}: {error}") from error
 
     @contextmanager
-    def _borrow_buffers(self, max_buffers: int) -> Iterator[list[_Buffer]]:
-        """At least one and at most this many buffers."""
-        self._connected()
-        with self._buffers_changed:
-            if not self._buffers_changed.wait_for(lambda: self._free, _BUFFERS_S):
-                raise TierDown(f"no transfer has ended for {_BUFFERS_S:.0f} s")
-            # The connection may have been replaced while we waited, and each has its own list and buffers.
-            free = self._free
-            buffers = free[:max_buffers]
-            del free[:max_buffers]
-        try:
-            yield buffers
-        finally:
-            with self._buffers_changed:
-                free += buffers
-                self._buffers_changed.notify_all()
+    def _borrow_buffers(self, max_buffers: int) -> Iterator[tuple[Any, list[_Buffer]]]:
+        """A client, and at least one and at most this many of its buffers."""
+        while True:
+            with self._joined() as joined:
+                with self._buffers_changed:
+                    if not self._buffers_changed.wait_for(lambda: joined.free or joined.is_left, _BUFFERS_S):
+                        raise TierDown(f"no transfer has ended for {_BUFFERS_S:.0f} s")
+                    if joined.is_left:
+                        continue
+                    buffers = joined.free[:max_buffers]
+                    del joined.free[:max_buffers]
+                try:
+                    yield joined.client, buffers
+                finally:
+                    with self._buffers_changed:
+                        joined.free += buffers
+                        self._buffers_changed.notify_all()
+                return
 
 
 make_mooncake_tier = factory_of(MooncakeTier, MooncakeConfig, "mooncake")
