@@ -838,7 +838,9 @@ def explainer(server: CacheServer) -> Callable[[wire.Explain], wire.Explanations
     return lambda request: explain_prompt(request, *state)
 
 
-def on_thread(name: str, work: Callable[[], T], then: Callable[["Future[T]"], object]) -> None:
+def on_thread(
+    name: str, work: Callable[[], T], then: Callable[["Future[T]"], object] = lambda done: None
+) -> "Future[T]":
     """Do this on a thread of its own, and call `then` there with its outcome. What takes tenths of a second, as with a
     prompt of thousands of chunks in many groups and shards, would keep all engines waiting for the serving thread."""
     done: Future[T] = Future()
@@ -852,6 +854,7 @@ def on_thread(name: str, work: Callable[[], T], then: Callable[["Future[T]"], ob
 
     if start_thread(threading.Thread(target=run, name=name, daemon=True)):
         run()
+    return done
 
 
 def explain_prompt(

@@ -2,7 +2,9 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -424,3 +426,25 @@ def test_a_server_without_peers_says_that_it_cannot_be_drained(served: Served) -
     assert served.post("/drain/end").json() == {"caches": []}
     assert problem(served.post("/drain", {"timeout_s": 0}), 400)
     cache.close()
+
+
+def test_an_archive_whose_file_system_hangs_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount does whose server is away. Four such requests took all of HTTP's threads, and the server's end."""
+    served, may_end, real = Served(archive_directory=str(tmp_path)), threading.Event(), Path.iterdir
+
+    def hangs(path: Path) -> Any:
+        if path == tmp_path:
+            assert may_end.wait(60)
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", hangs)
+    with ThreadPoolExecutor(6) as asking:
+        answers = [asking.submit(httpx.get, f"http://127.0.0.1:{served.port()}/prefixes", timeout=30) for _ in range(6)]
+        assert served.get("/metrics").status_code == 200
+        for answer in answers:
+            assert "archive_directory has not answered" in problem(answer.result(), 503)
+    may_end.set()
+    until(lambda: served.get("/prefixes").status_code == 200)
+    served.close()

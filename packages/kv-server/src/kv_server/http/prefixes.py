@@ -123,7 +123,7 @@ def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
         for (group_bytes, fingerprint), cache in (await relay.caches()).items():
             held = await relay.call(cache.admin.pins)
             pins += [Pin(max(group_bytes), fingerprint, name, chunks) for name, chunks in held.items()]
-        return Prefixes(pins, await relay.call(partial(_files, archive_directory)), jobs.all())
+        return Prefixes(pins, await relay.on_archive(partial(_files, archive_directory)), jobs.all())
 
     async def pin(body: Prefix) -> Pinned:
         _, cache = await select_cache(relay, body)
@@ -151,7 +151,7 @@ def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
     async def import_(body: Import) -> PrefixJob:
         (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
-        if not await relay.call(path.is_file):
+        if not await relay.on_archive(path.is_file):
             raise Problem(404, f"there is no file {body.file!r} in the archive_directory; GET /prefixes lists what is")
         return jobs.start("import", body.file, partial(_import, cache, path, fingerprint))
 

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from kv_core.errors import InputError, MisuseError, TierDown
@@ -24,7 +24,7 @@ from kv_server.http import timeline
 from kv_server.http.operation import Problem
 from kv_server.http.timeline import Timeline
 from kv_server.report import Report
-from kv_server.server import CacheServer
+from kv_server.server import CacheServer, on_thread
 from kv_server.wire import Format
 
 T = TypeVar("T")
@@ -144,6 +144,7 @@ class Relay:
         self.jobs = PrefixJobs()
         self.timeline = Timeline()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
+        self._archive: Future[Any] | None = None  # the last call to its file system
         self._report: Future[Report] | None = None
         self._asked_s = 0.0
 
@@ -201,6 +202,21 @@ class Relay:
                 again = {"retry-after": "1"}
                 raise Problem(503, "a cache without clients was closed meanwhile; ask again", again) from None
             raise
+
+    async def on_archive(self, work: Callable[[], T]) -> T:
+        """The result of `work` on the archive's file system, one after the other on threads that nothing waits for: it
+        may hang. Raises `Problem`: it has not answered in time."""
+        until_s = time.monotonic() + ANSWER_S
+        try:
+            while self._archive is not None and not self._archive.done():
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    raise TimeoutError
+                await asyncio.wait([asyncio.wrap_future(self._archive)], timeout=left_s)
+            self._archive = found = on_thread("kv-archive", work)
+            return await _in_time(found, max(0.0, until_s - time.monotonic()))
+        except TimeoutError:
+            why = f"the file system of http.archive_directory has not answered within {ANSWER_S:g} s"
+            raise Problem(503, why, {"retry-after": "5"}) from None
 
     def close(self) -> None:
         """After the server has closed its caches."""
