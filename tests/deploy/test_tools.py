@@ -203,7 +203,18 @@ def test_the_chart_satisfies_helms_lint(helm: Any, values: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"user": {"uid": -1, "gid": 0}}, {"usr": {}}, {"socketHostPath": "run/kv"}, {"podMonitor": {"enabled": "yes"}}],
+    [
+        {"user": {"uid": -1, "gid": 0}},
+        {"usr": {}},
+        {"socketHostPath": "run/kv"},
+        {"podMonitor": {"enabled": "yes"}},
+        # Probes, services and mounts are of these.
+        {"config": {"http": {"listen": "0.0.0.0:8080"}}},
+        {"config": {"http": None}},
+        {"config": {"http.listen": "0.0.0.0:9400"}},
+        {"config": {"peers": {"listen": "0.0.0.0:9600"}}},
+        {"config": {"server": {"socket": "/run/kv/another.sock"}}},
+    ],
 )
 def test_wrong_values_are_refused(helm: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmValuesError):
@@ -216,8 +227,9 @@ def test_the_schema_names_every_value(helm: Any) -> None:
     def check(values: dict[str, Any], schema: dict[str, Any]) -> None:
         for name, value in values.items():
             assert name in schema["properties"], name
-            if isinstance(value, dict) and "properties" in schema["properties"][name]:
-                check(value, schema["properties"][name])
+            inner = schema["properties"][name]
+            if isinstance(value, dict) and inner.get("additionalProperties") is False:  # `config` is kv-server's
+                check(value, inner)
 
     check(chart.values, chart.schema)
 

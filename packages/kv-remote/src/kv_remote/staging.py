@@ -176,10 +176,12 @@ class ReaderProcesses:
         try:
             yield reader
         finally:
+            if process.is_broken:
+                process.close()  # which may take a while
             with self._lock:
                 if process.is_broken:
                     self._use_at_s[host] = time.monotonic() + _FAILED_S
-                    self._drop(process)
+                    self._processes -= 1
                 else:
                     self._idle.append(process)
                     if reader.is_refused:
