@@ -23,6 +23,8 @@ FOUR_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-resta
 # other's way when each takes both. A worker that dies ends the run: xdist 3.8 starts another one, but then
 # waits for ever.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# The slow ones wait for more: for time-outs, and for engines of several processes.
+THREE_AT_A_TIME := $(subst -n 2,-n 3,$(SIDE_BY_SIDE))
 NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 # Of Hypothesis's tests: each run draws others, and `test-slow` runs them again with the rest of theirs.
@@ -90,8 +92,8 @@ test-engines: ## slow tests of both engines, of prefixes from one to the other, 
 	@scripts/setup.sh sglang
 	-@scripts/setup.sh sglang-router
 	-@scripts/setup.sh nixl
-	$(ONE_THREAD) $(REMAINING_EXAMPLES) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "(slow or hypothesis) and not long and not gpu"
-	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine_sglang -m "slow and not long and not gpu"
+	$(ONE_THREAD) $(REMAINING_EXAMPLES) $(VLLM)/python -m pytest -q $(THREE_AT_A_TIME) tests/engine -m "(slow or hypothesis) and not long and not gpu"
+	$(ONE_THREAD) $(SGLANG)/python -m pytest -q $(THREE_AT_A_TIME) tests/engine_sglang -m "slow and not long and not gpu"
 
 test-long: ## what of both engines CI has no time for: most of the tables of models, shapes of ranks, acceptance of guesses
 	@scripts/setup.sh vllm

@@ -262,7 +262,7 @@ def test_what_is_set_while_the_new_server_opens_its_tiers_is_not_lost(served: Th
     if what == "freeze":
         assert ask_server(served.path, wire.Freeze(True)).report.frozen  # type: ignore[union-attr]
     else:
-        served.server.submit(partial(served.server.formats.keep_quota, tenant, SLOT_BYTES, None)).result()
+        served.server.submit(partial(served.server.formats.keep_quota, tenant, SLOT_BYTES, None)).result(30)
     new = CacheServer(served.server._config, clock=served.clock, succession=successor, ports=successor.ports)
     with pytest.raises(ConfigError, match="goes on"):
         new.take_over()

@@ -69,6 +69,8 @@ def is_gone(pidfd: int, *, within_s: float = 0.0) -> bool:
 
 
 _READ_BYTES: Final = 1 << 16
+_CLEARS: Final = 10
+"""How many times as long as another call a clear may take."""
 PACKAGE: Final = version("kv-tiers")
 
 
@@ -142,9 +144,11 @@ class ServerConnection:
     def ask(self, request: wire.Request) -> wire.Answer:
         """Raises `TierDown`: there was no answer in time; the connection can no longer be used."""
         self.send(request)
-        answer = self.receive(self.timeout_s)
+        # Clearing a hundred thousand chunks takes seconds; given up, it would be done once more.
+        timeout_s = self.timeout_s * (_CLEARS if isinstance(request, wire.Clear) else 1)
+        answer = self.receive(timeout_s)
         if answer is None:
-            raise TierDown(f"the server did not answer within {self.timeout_s} s")
+            raise TierDown(f"the server did not answer within {timeout_s} s")
         return answer
 
     def take_descriptor(self) -> int:

@@ -444,7 +444,7 @@ def test_an_archive_whose_file_system_hangs_keeps_nobody_else_waiting(
         answers = [asking.submit(httpx.get, f"http://127.0.0.1:{served.port()}/prefixes", timeout=30) for _ in range(6)]
         assert served.get("/metrics").status_code == 200
         for answer in answers:
-            assert "archive_directory has not answered" in problem(answer.result(), 503)
+            assert "archive_directory has not answered" in problem(answer.result(60), 503)
     may_end.set()
     until(lambda: served.get("/prefixes").status_code == 200)
     served.close()
