@@ -123,6 +123,8 @@ class MappedPool:
 MAX_REPLAY: Final = 1024
 """If more keys than this are forgotten while the server is away, the whole cache is cleared when it is back. The
 messages of a reconnect must fit into a socket's buffer before its reader takes them."""
+_FORGOTTEN_AT_ONCE: Final = 2048
+"""Keys in one request: some 50 ms, in which no other client is answered."""
 _GENERATION: Final = 1 << 40
 _LOOK_S: Final = 0.005
 _END_S: Final = 1.0
@@ -314,8 +316,8 @@ class RemoteCache:
     def forget(self, keys: Sequence[ChunkKey]) -> None:
         gone = list(keys)
         with self._lock:
-            for at in range(0, len(gone), wire.MAX_KEYS):
-                part = gone[at : at + wire.MAX_KEYS]
+            for at in range(0, len(gone), _FORGOTTEN_AT_ONCE):
+                part = gone[at : at + _FORGOTTEN_AT_ONCE]
                 if self._ask(wire.Forget(wire.pack_keys(part)), wire.Done) is None:
                     self._remember(part)
 
