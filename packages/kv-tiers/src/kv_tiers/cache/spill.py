@@ -51,6 +51,7 @@ class _LowerTier:
     turns: the shares that have waiting chunks and may lease more; the first is next.
     leased: how many slots of each share are leased for stores to this tier.
     emptying: how many of these are to be evicted afterwards.
+    stores: under way.
     may_resume: a store has succeeded since `Spills._resume` last submitted one. It does not submit twice in vain,
         because a tier that takes probes but no stores would hardly ever be up for loads.
     counts: of this tier.
@@ -63,6 +64,7 @@ class _LowerTier:
     turns: OrderedDict[Share, None] = field(default_factory=OrderedDict)
     leased: Counter[Share] = field(default_factory=Counter)
     emptying: Counter[Share] = field(default_factory=Counter)
+    stores: "list[_SpillBatch]" = field(default_factory=list)
     may_resume: bool = True
     counts: SpillCounts = field(default_factory=SpillCounts)
 
@@ -89,7 +91,7 @@ class _LowerTier:
         return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _SpillBatch:
     tier: _LowerTier
     share: Share
@@ -182,9 +184,16 @@ class Spills:
             self._submit_waiting(self._host.shares.of(chain[0].tenant))
 
     def waiting(self) -> list[list[tuple[int, ChunkKey, ChunkKey | None]]]:
-        """By tier, the chunks that it is still to get: the slot, the key and the parent's of each, oldest first."""
+        """By tier, the chunks that it does not have yet: the slot, the key and the parent's of each, oldest first."""
         return [
-            [(slot, chunk.key, chunk.parent) for queue in tier.queues.values() for slot, chunk in queue.items()]
+            [
+                (slot, chunk.key, chunk.parent)
+                for pairs in (
+                    *(zip(batch.slots, batch.chunks, strict=True) for batch in tier.stores),
+                    *(queue.items() for queue in tier.queues.values()),
+                )
+                for slot, chunk in pairs
+            ]
             for tier in self._tiers
         ]
 
@@ -331,6 +340,7 @@ class Spills:
         batch.tier.leased[batch.share] += len(batch.slots)
         batch.tier.emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way += len(batch.slots)
+        batch.tier.stores.append(batch)
         if batch.tier.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
             return True
         self._settle(batch)
@@ -376,6 +386,7 @@ class Spills:
         batch.tier.leased[batch.share] -= len(batch.slots)
         batch.tier.emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way -= len(batch.slots)
+        batch.tier.stores.remove(batch)
         if batch.share in batch.tier.queues:
             batch.tier.turns[batch.share] = None
 
