@@ -24,8 +24,7 @@ _HOW_THEY_START = {
 
 @pytest.fixture(autouse=True)
 def _forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Unless a module is about how servers start, their processes are forked. `test_peer_following` has one follow a
-    server that is back at once, and does not see it within 30 s if that is forked: it is not known why."""
+    """Unless a module is about how servers start, their processes are forked."""
     if request.path.stem in _HOW_THEY_START:
         yield
         return
