@@ -30,7 +30,7 @@ from kv_testing.cache_servers import (
 )
 from kv_testing.servers import reserved_port
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.upgrades import Callers, Loads, UpgradedServers, end
+from kv_testing.upgrades import ENDS_SLOWLY, KILLED, Callers, Loads, UpgradedServers, end
 from kv_testing.wait import joined, line, until
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.testing.tier_contract import content
@@ -180,7 +180,7 @@ def test_who_connects_to_its_ports_meanwhile_is_answered(home: Path, upgrades: i
         servers.upgrade()
         assert servers.ports() == ports
         until(lambda before=answered: all(now > was for now, was in zip(callers.answered, before, strict=True)), 60)
-    dying = servers.start("--take-over", dies=("commit", "1", "before"))
+    dying = servers.start("--take-over", program=(KILLED, "commit", "1", "before"))
     assert dying.wait(60) == -9  # and the old one goes on
     end(dying)
     answered = list(callers.answered)
@@ -250,6 +250,20 @@ def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str)
     servers.config.write_text(json.dumps(settings))
     servers.upgrade()
     assert f"localhost:{was[section == 'peers']}" in servers.ready
+    servers.close()
+
+
+def test_ports_that_only_the_old_server_has_are_taken_once_it_has_ended(home: Path) -> None:
+    servers = with_ports(home)
+    servers.close()
+    servers.process = servers.start(program=[ENDS_SLOWLY])
+    servers.ready = line(servers.process.stdout)
+    settings = json.loads(servers.config.read_text())
+    for section, port in zip(("http", "peers"), servers.ports(), strict=True):
+        settings[section]["listen"] = f"localhost:{port}"
+    servers.config.write_text(json.dumps(settings))
+    servers.upgrade()
+    assert "http://localhost:" in servers.ready and "peers=localhost:" in servers.ready
     servers.close()
 
 
@@ -323,7 +337,7 @@ def test_the_old_server_goes_on_if_the_new_one_is_killed(home: Path, method: str
     until(lambda: report_of(home / "s").caches[0].tiers[0].usage.chunks == 4)
     reading, old = cache.load(keys, "reading"), report_of(home / "s").pid
     assert isinstance(reading, ReadLease)
-    new = servers.start("--take-over", dies=(method, str(count), when))
+    new = servers.start("--take-over", program=(KILLED, method, str(count), when))
     assert line(new.stdout) == ""
     assert new.wait(60) == -9
     assert cache.release(reading) and read(cache, keys)
@@ -341,7 +355,7 @@ def test_the_new_server_serves_if_the_old_one_is_killed(home: Path, method: str,
     """With everything, if it has it; otherwise with what is on the disk."""
     servers = upgraded(home)
     servers.close()
-    servers.process = servers.start(dies=(method, str(count), when))
+    servers.process = servers.start(program=(KILLED, method, str(count), when))
     assert line(servers.process.stdout).startswith("READY")
     cache, keys = join_server(home), key_chain(4)
     store(cache, keys)

@@ -52,6 +52,26 @@ runpy.run_module("kv_server", run_name="__main__", alter_sys=True)
 """
 """`kv-server` that kills itself before or after a call of its channel: the method, which call of it, and when."""
 
+ENDS_SLOWLY = """
+import gc, os, runpy, time
+from kv_server.succession.channel import Channel
+
+real = os._exit
+
+
+def slowly(status):
+    for one in gc.get_objects():
+        if isinstance(one, Channel):
+            one.close()
+    time.sleep(1)
+    real(status)
+
+
+os._exit = slowly
+runpy.run_module("kv_server", run_name="__main__", alter_sys=True)
+"""
+"""`kv-server` whose end of the channel is closed before its other descriptors are."""
+
 
 class UpgradedServers:
     """One server after another at `home`'s socket. `close` ends the one that runs."""
@@ -66,12 +86,11 @@ class UpgradedServers:
         """What the one that runs said when it served."""
         assert self.ready.startswith("READY")
 
-    def start(self, *options: str, dies: Sequence[str] = ()) -> "subprocess.Popen[str]":
-        """dies: the arguments of `KILLED`."""
+    def start(self, *options: str, program: Sequence[str] = ()) -> "subprocess.Popen[str]":
+        """program: run instead of `kv-server`, with these arguments before the server's."""
         command = module_command("kv_server")
-        if dies:
-            at = command.index("-c")
-            command = [*command[:at], "-c", KILLED, *dies]
+        if program:
+            command = [*command[: command.index("-c")], "-c", *program]
         command += ["--config", str(self.config), "--socket", str(self.socket), "--log-level", "info", *options]
         with self.log.open("a") as log:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())

@@ -58,8 +58,9 @@ _MIN_INTERVAL_S: Final = 0.01
 answer that reports nothing, for which it should have waited."""
 _MAX_UNSENT: Final = 256
 
-OnAnswer = Callable[[Peer, float, wire.Followed], None]
-"""Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer."""
+OnAnswer = Callable[[Peer, float, wire.Followed], bool]
+"""Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer. False: what it
+announces cannot be fetched for now, and is to be announced again."""
 
 
 class Following:
@@ -150,9 +151,11 @@ class Following:
             try:
                 question = wire.Follow(self._namespace, feed, after, _WAIT_S)
                 answer = peer.ask(question, wire.Followed, _WAIT_S + self._answer_s, max_bytes=wire.MAX_FOLLOWED_BYTES)
-                feed, after = answer.feed, answer.upto
-                self._on_answer(peer, sent_s, answer)
-                interval_s = _MIN_INTERVAL_S if answer.given else _RETRY_S
+                before, (feed, after) = (feed, after), (answer.feed, answer.upto)
+                if self._on_answer(peer, sent_s, answer):
+                    interval_s = _MIN_INTERVAL_S if answer.given else _RETRY_S
+                else:
+                    (feed, after), interval_s = before, _RETRY_S
                 self._closed.wait(max(0.0, sent_s + interval_s - time.monotonic()))
             except (OSError, InputError) as error:
                 _log.debug("peer %s is not followed for now: %s", peer, error)
@@ -229,9 +232,9 @@ class PeerTaker:
         return answer
 
 
-OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
+OnHandedOver = Callable[[Sequence[ChunkKey], int, float], bool]
 """Called with a chain of keys, the index of the first one that is handed over, and the number of seconds for which the
-other host holds them. It returns at once."""
+other host holds them. It returns at once. False: nothing can be fetched from this tier for now."""
 
 
 class PeersTier:
@@ -484,19 +487,21 @@ class PeersTier:
     def _taker(self, peer: Peer) -> PeerTaker:
         return PeerTaker(peer, self._namespace, self._answer_s, self._own_cleared_for_s)
 
-    def _handed_over(self, peer: Peer, sent_s: float, answer: wire.Followed) -> None:
+    def _handed_over(self, peer: Peer, sent_s: float, answer: wire.Followed) -> bool:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
         for handed_over in answer.given:
             chain = wire.unpack_keys(handed_over)
             with self._lock:
                 if not self._is_believed(sent_s, answer.cleared_s):  # we may be cleared at any time
-                    return
+                    break
                 if any(map(self._is_hidden, chain)):
                     continue
                 for key in chain[handed_over.first :]:
                     _remember(self._holders, key, tuple(dict.fromkeys((*self._holders.get(key, ()), peer))))
-            self._on_handed_over(chain, handed_over.first, handed_over.hold_s)
+            if not self._on_handed_over(chain, handed_over.first, handed_over.hold_s):
+                return False
+        return True
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
         """Which peers hold these: according to the directory, or by querying all peers that are up at once. Raises

@@ -163,8 +163,10 @@ class TakingOver:
             raise self._not_taken("it has waited too long for this process, and goes on")
 
     def wait_for_end(self) -> None:
-        """Wait until the old process has ended."""
+        """Wait until the old process has ended. Its ports are free only then: its end of the channel may close
+        earlier."""
         self._channel.wait_for_end()
+        is_gone(self._pidfd, within_s=_GONE_S)
         self.close()
 
     def close(self) -> None:

@@ -27,7 +27,8 @@ class CacheParts:
     verify: checks adopted chunks that `HostTier.lease_doubtful` reports. Called without the lock.
     refuse_new: from now on nothing new is stored, and this says why; "": chunks are stored again. Takes the lock.
     fetch_held: fetch chunks from the lower tier of this number and hold them for another engine. Then as in
-        `Extension.held`, with the seconds for which they are held. Takes the lock.
+        `Extension.held`, with the seconds for which they are held. False: the tier takes no requests for now. Takes
+        the lock.
     cleared_for_s: as `LocalCache` has it.
     """
 
@@ -41,7 +42,7 @@ class CacheParts:
     clock: Clock
     verify: Callable[[Doubtful], None]
     refuse_new: Callable[[str], None]
-    fetch_held: Callable[[int, Sequence[ChunkKey], int, float], None]
+    fetch_held: Callable[[int, Sequence[ChunkKey], int, float], bool]
     cleared_for_s: Callable[[], float | None]
 
 

@@ -494,12 +494,12 @@ class LocalCache:
         if retain_s > 0:
             self.holds.hold(slots, now_s + retain_s, now_s, retain=True)
 
-    def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
+    def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> bool:
         """For `CacheParts.fetch_held`. Takes the lock itself."""
         if self._host.is_frozen:
-            return
+            return True
         until_s = self._clock.now_s() + hold_s
-        self._promotions.prefetch(
+        return self._promotions.prefetch(
             tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s())
         )
 

@@ -456,12 +456,15 @@ class Promotions:
         on_arrived: Callable[[Sequence[int]], object] | None = None,
         *,
         only: Container[ChunkKey] | None = None,
-    ) -> None:
-        """Load those chunks of a chain from index `first` on that the pool lacks, before a lookup needs them.
+    ) -> bool:
+        """Load those chunks of a chain from index `first` on that the pool lacks, before a lookup needs them. False:
+        the tier takes no requests for now.
 
         on_arrived: as in `Promotion`.
         only: load only these keys; None: all.
         """
+        if self._lanes[tier].health()[0] not in SERVING:
+            return False
         began_s, batch, chain = self._clock.now_s(), self._batch_chunks(self._lanes[tier]), list(chain)
         jobs: list[Job] = []
         with self._host.lock:
@@ -475,6 +478,7 @@ class Promotions:
             jobs[-1].keys.append(chain[position])
         if jobs:
             self._start(Promotion("handed over", len(chain), on_arrived=on_arrived), jobs)
+        return True
 
     def skipped(self, holder: Holder) -> Skipped | None:
         """What lower tiers hold but the holder does not wait for. Called under the lock."""
