@@ -57,10 +57,10 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 class Terminal:
     """`kv top` in a terminal of its own, 120 by 40."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, kind: str = "xterm-256color") -> None:
         self._end, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment = {**os.environ, "TERM": kind}
         environment.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
             [*COMMAND, *arguments], stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True
@@ -135,6 +135,15 @@ def test_it_waits_for_a_server_that_is_not_there_yet(tmp_path: Path, terminals: 
     server = start(tmp_path)
     terminal.until(f"process {server.pid}")
     assert terminal.end() == 0
+    server.stop()
+
+
+def test_a_terminal_without_a_cursor_gets_one_plain_picture(tmp_path: Path, terminals: list[Terminal]) -> None:
+    server = start(tmp_path)
+    terminal = Terminal("--socket", str(server.socket), "--every", "0.1", kind="dumb")
+    terminals.append(terminal)
+    terminal.until(f"process {server.pid}")
+    assert terminal.process.wait(30) == 0
     server.stop()
 
 

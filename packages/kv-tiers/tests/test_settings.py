@@ -387,6 +387,15 @@ def test_tiers_are_listed_in_any_of_the_places(tmp_path: Path) -> None:
     assert settings.cold.wait_s == 0.5
 
 
+def test_a_policy_has_parameters_in_any_of_the_places() -> None:
+    policy = {"name": "prefix", "learn": False}
+    for extra, environ in (({"host.policy": policy}, {}), ({}, {"KV_HOST_POLICY": f" {json.dumps(policy)}"})):
+        assert load(extra, environ)[0].host.policy == policy
+    assert load({}, {"KV_HOST_POLICY": "lru"})[0].host.policy == "lru"
+    with pytest.raises(ConfigError, match=r"host\.policy is .* in environment KV_HOST_POLICY"):
+        load({}, {"KV_HOST_POLICY": '{"name": '})
+
+
 def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     urls = ("redis://me:hush@host:6379/0", "redis://:hush@host", "redis://:a/hush@host", "redis://me:a@hush#@host")
     for tier in (*({"url": url} for url in urls), {"password": "hush"}):

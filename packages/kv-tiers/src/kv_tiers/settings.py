@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
@@ -361,7 +362,7 @@ def _is_service_link(variable: str, text: str) -> bool:
 def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
     """is_text: the value is text, as all values in the environment are."""
     try:
-        if is_text and get_origin(wanted) is list:
+        if is_text and (get_origin(wanted) is list or _may_be_parameters(wanted, str(value))):
             value, is_text = msgspec.json.decode(str(value), type=wanted), False
         _check_text(path, value, origin)
         value = counted(path, value, path, wanted)
@@ -377,6 +378,11 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
         is_plain = get_origin(wanted) is not list and isinstance(value, str | int | float)
         shown = repr(value) if is_plain else "not right"
         raise ConfigError(f"{path} is {shown} in {origin}: {in_words(error).lower()}{hint}") from None
+
+
+def _may_be_parameters(wanted: Any, text: str) -> bool:
+    """Of a setting that is a name, or a mapping with a name and parameters."""
+    return isinstance(wanted, UnionType) and text.lstrip().startswith("{")
 
 
 def _check_text(path: str, value: object, origin: str) -> None:

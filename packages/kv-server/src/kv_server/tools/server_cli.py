@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -303,7 +304,7 @@ def register_top(commands: Any) -> None:
     """Add `kv top`; called by the `kv` command."""
     parser = _add(commands, _top, "top", _ABOUT_TOP, _EXAMPLES_OF_TOP, "a cache server, live in a terminal")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
-    parser.add_argument("--once", action="store_true", help="print one snapshot and exit, as without a terminal")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit, as where none is drawn")
     parser.add_argument("--json", action="store_true", help="what the server reports, one object per line")
 
 
@@ -314,7 +315,7 @@ def _top(args: argparse.Namespace) -> int:
     try:
         if args.json:
             return _print_json(path, args.every, once=args.once)
-        if args.once or not sys.stdout.isatty():
+        if args.once or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
             return _print_once(path, args.every)
         return _watch(path, args.every)
     except TierDown as why:
