@@ -285,8 +285,9 @@ def test_what_is_set_while_the_new_server_opens_its_tiers_is_not_lost(served: Th
     cache.close()
 
 
+@pytest.mark.parametrize("joins_again", [False, True])
 def test_others_are_answered_while_a_client_clears_a_cache(
-    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch, joins_again: bool
 ) -> None:
     """That takes seconds with a hundred thousand chunks."""
     one, other = served.join(timeout_s=30.0), served.join()
@@ -299,14 +300,24 @@ def test_others_are_answered_while_a_client_clears_a_cache(
         assert may_end.wait(30)
         clear(cache)
 
+    def join_again() -> None:
+        """As who has lost its connection, and has forgotten more meanwhile than it tells one by one."""
+        one._is_cleared = True
+        for connection in served.server._connections.all():
+            if connection.session is not None and connection.session.name.endswith(".1"):
+                served.server.submit(partial(served.server._connections.drop, connection)).result(30)
+        until(lambda: held(one, key_chain(1, branch="any")) == 0 and one.generation == 0)
+
     monkeypatch.setattr(LocalCache, "clear", slow)
-    clearing = threading.Thread(target=one.clear)
+    clearing = threading.Thread(target=join_again if joins_again else one.clear)
     clearing.start()
     assert begun.wait(30)
     assert held(other, key_chain(3)) == 3
     may_end.set()
     joined(clearing)
-    assert held(other, key_chain(3)) == 0
+    until(lambda: held(other, key_chain(3)) == 0)
+    store(one, key_chain(2))
+    assert held(other, key_chain(2)) == 2
     one.close()
     other.close()
 

@@ -19,6 +19,7 @@ from typing import Final
 
 from kv_core.errors import InputError, MisuseError
 from kv_core.log import limited_logger
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
@@ -48,6 +49,7 @@ class ClientConnection:
     is_greeted: the client has sent its hello.
     is_ending: it is sent what is unsent and nothing more.
     waiting: the request that is being answered on another thread, while no more of its requests are read.
+    clearing: the cache that is being cleared before the client joins it; None: there is none.
     is_ahead: it has sent some nevertheless, or will send no more.
     register, session: what it registered, and what it holds since.
     token: to resume the session.
@@ -64,6 +66,7 @@ class ClientConnection:
     is_greeted: bool = False
     is_ending: bool = False
     waiting: wire.Register | wire.Explain | wire.Clear | wire.Reload | None = None
+    clearing: LocalCache | None = None
     is_ahead: bool = False
     register: wire.Register | None = None
     session: Session | None = None

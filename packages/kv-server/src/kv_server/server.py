@@ -369,6 +369,18 @@ class CacheServer:
             self._connections.refuse(client, opened.cache.text, kind=opened.cache.kind)
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
+        if request.is_cleared:
+            cleared = msgspec.structs.replace(request, is_cleared=False)
+
+            def go_on(done: "Future[None]") -> None:
+                client.clearing = None
+                done.result()
+                self._register(client, cleared)
+
+            client.waiting, client.clearing = request, cache
+            finish = partial(self._connections.finish, client)
+            on_thread("kv-clear", cache.clear, lambda done: self.submit(partial(finish, partial(go_on, done))))
+            return
         pool = cache.pool
         # The same for the client's whole life: it may never have read our last answer, and it keeps its first mapping.
         token = request.resume or client.token or token_bytes(16)
@@ -378,8 +390,6 @@ class CacheServer:
             self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
             return
         session = self._make_session(client, request, cache, self._resumed(client, request, cache))
-        if request.is_cleared:
-            cache.clear()
         cache.forget(request.forgotten.unpack())
         client.session, client.register, client.token = session, request, token
         answer = wire.Pool(
@@ -454,7 +464,9 @@ class CacheServer:
 
     def _in_use(self) -> list[LocalCache]:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
-        used = [one.session.cache for one in self._connections.all() if one.session is not None]
+        clients = self._connections.all()
+        used = [one.session.cache for one in clients if one.session is not None]
+        used += [one.clearing for one in clients if one.clearing is not None]
         return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
 
     def _forget_history(self, cache: str) -> None:
@@ -745,7 +757,10 @@ class CacheServer:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
         for client in [] if self.formats.held_for else self._connections.all():
             match client.waiting:
-                case wire.Register() as request if request.format not in self.formats.opening:  # it was held
+                case wire.Register() as request if (
+                    request.format not in self.formats.opening and client.clearing is None
+                ):
+                    # It was held.
                     self._connections.finish(client, partial(self._answer, client, request))
 
     def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":
