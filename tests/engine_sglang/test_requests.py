@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from engines import PAGE, PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_server.process import ServerProcess, launch
+from kv_testing.cache_servers import report_of
+from kv_testing.wait import until
 from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
 
 KEPT_OUT, WRITTEN, NOT_STORED = PROMPTS[0], PROMPTS[5], SHARED[300:400]
@@ -44,7 +46,8 @@ def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
             assert ask(engine, NOT_STORED, None, store=False) == 0
             server.stop()
             server = serve(tmp_path)
-            engine.ask_in_turn([SHARED[700 : 700 + PAGE + 1]])  # it has connected to the successor by then
+            engine.ask_in_turn([SHARED[700 : 700 + PAGE + 1]])
+            until(lambda: report_of(server.socket).sessions, 30)  # it has joined the successor
             silent = {"store": False}
             assert ask(engine, WRITTEN, reference[5], tiers=["host"], **silent) == 0
             assert ask(engine, WRITTEN, reference[5], tiers=["host"], **silent) == 0
