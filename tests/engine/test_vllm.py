@@ -5,6 +5,7 @@ In float32 a hit equals a full prefill exactly. A control corrupts what is loade
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, assert_half_evicted_is_stored_again, started
@@ -84,13 +85,13 @@ class TestOneEngine:
             return real_release(lease) and False
 
         real_release = inner.cache.release
+        engine.ask_in_turn(PROMPTS)
         for target, name, fault in (
             (inner.copiers[0], "load", failing_copy),
             (inner.cache, "load", nothing_there),
             (inner.cache, "release", expired),
         ):
             for failing in range(4):
-                engine.ask_in_turn(PROMPTS)
                 failed_before = inner.worker.counts.loads_failed
                 for number, prompt in enumerate(PROMPTS[:4]):
                     with monkeypatch.context() as patch:
@@ -120,18 +121,21 @@ def test_a_bug_of_ours_turns_the_cache_off_and_not_the_engine(
         assert running.hits == [0] * len(PROMPTS)
 
 
-def test_preemption_in_a_tiny_kv_space(tiny_llama: str) -> None:
+def test_preemption_in_a_tiny_kv_space(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight requests that decode past what the blocks hold: some are preempted, and come back through the cache."""
     prompts = [SHARED[:256] + [20 + number * 7 + i for i in range(120)] for number in range(8)]
     with started(tiny_llama, cache=None, max_model_len=1024) as plain:
-        expected = plain.ask_in_turn(prompts, new_tokens=150)
+        expected = plain.ask_in_turn(prompts, new_tokens=60)
     with started(
         tiny_llama, cache=CACHE | {"save_decode": True}, num_gpu_blocks_override=14, max_model_len=1024
     ) as tight:
-        assert tight.ask(prompts, new_tokens=150) == expected
-        assert tight.ask(prompts, new_tokens=150) == expected
         scheduler = tight.llm.llm_engine.engine_core.engine_core.scheduler
-        assert tight.assert_at_rest()["scheduler"]["loads"] > 0
+        preempt = Mock(side_effect=scheduler._preempt_request)
+        monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+        assert tight.ask(prompts, new_tokens=60) == expected
+        assert preempt.called and tight.assert_at_rest()["scheduler"]["loads"] > 0
+        assert tight.ask(prompts, new_tokens=60) == expected
+        tight.assert_at_rest()
         assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # all but the null block
 
 
