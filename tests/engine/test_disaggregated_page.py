@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from kv_server.process import module_command
+from kv_testing.launched import launching
 from kv_testing.servers import free_port
 from kv_testing.wait import line
 from test_disaggregated_http import PROMPT, metric, post
@@ -30,12 +32,17 @@ def test_the_pages_lines_start_what_they_say(spelling_llama: str, tmp_path: Path
     ports = {port: str(free_port()) for port in ("8000", "8001", "8002")}
     pasted = lines.replace("MODEL", spelling_llama).replace("4GiB", "64MiB")
     pasted = re.sub(r"\b800[012]\b", lambda found: ports[found[0]], pasted)
-    with tempfile.TemporaryDirectory(prefix="kv") as runtime, (tmp_path / "log").open("w+") as log:
+    commands = {"python": [sys.executable], "kv-server": module_command("kv_server")}
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as runtime,
+        launching(commands) as folder,
+        (tmp_path / "log").open("w+") as log,
+    ):
         environ = {
             name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"
         }  # not everybody has it
         environ |= {"HOME": runtime, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+        environ["PATH"] = f"{folder}:{environ['PATH']}"
         command = ["bash", "-euo", "pipefail", "-c", f"{COMMAND}\n{pasted}\necho; echo answered; wait"]
         shell = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, stderr=log, cwd=ROOT, env=environ, start_new_session=True

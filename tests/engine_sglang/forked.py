@@ -1,4 +1,4 @@
-"""SGLang's servers, each with its scheduler and detokenizer, and our own, forked instead of started
+"""SGLang's servers, each with its scheduler and detokenizer, its router, and our own, forked instead of started
 (`kv_testing.forked`). Engines without HTTP are forked by `nursery`."""
 
 import importlib
@@ -33,7 +33,7 @@ def _imports_sglang(arguments: list[str]) -> bool:
         case ["-c", code, *_]:
             return code.startswith(_SPAWNED)
         case ["-m", module, *_]:
-            return module == "sglang.launch_server"
+            return module in ("sglang.launch_server", "sglang_router.launch_router")
         case [script, *_]:
             return script == _COMMAND
     return False

@@ -15,6 +15,8 @@ import requests
 from engines import NEW_TOKENS, PROMPTS, Answer
 from kv_server import wire
 from kv_server.connection import ask_server
+from kv_server.process import module_command
+from kv_testing.launched import launching
 from kv_testing.servers import free_port
 from kv_testing.wait import until
 from test_hand_over import FLAGS
@@ -45,9 +47,13 @@ def test_the_pages_lines_for_sglangs_bootstrap_start_what_they_say(
     for port, free in ports.items():
         pasted = re.sub(rf"\b{port}\b", str(free), pasted)
     page_given = [flag for flag in FLAGS if not flag.startswith(("--page-size", "--disaggregation"))]
-    with tempfile.TemporaryDirectory(prefix="kv") as runtime, (tmp_path / "log").open("w+") as log:
-        environ = os.environ | {"XDG_RUNTIME_DIR": runtime}
-        environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    commands = {"python": [sys.executable], "kv-server": module_command("kv_server")}
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as runtime,
+        launching(commands) as folder,
+        (tmp_path / "log").open("w+") as log,
+    ):
+        environ = os.environ | {"XDG_RUNTIME_DIR": runtime, "PATH": f"{folder}:{os.environ['PATH']}"}
         command = ["bash", "-euo", "pipefail", "-c", f"{LAUNCH.format(flags=' '.join(page_given))}\n{pasted}"]
         shell = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
