@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from kv_testing.forked import in_new_interpreters
+from kv_testing.launched import launching
 from kv_testing.servers import ValkeyServer, free_port
 from test_remote_media import S3, WORKSPACE, running
 
@@ -31,10 +34,16 @@ def commands_of(page: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(WITHIN_S + 60)
-def test_every_page_finds_what_it_says(spelling_llama: str, tmp_path: Path) -> None:
-    """As they are, but for the model, the ports, and sizes."""
+@pytest.mark.parametrize("are_forked", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_every_page_finds_what_it_says(spelling_llama: str, tmp_path: Path, are_forked: bool) -> None:
+    """As they are, but for the model, the ports, and sizes. are_forked: the engines, or each imports all of vLLM."""
     valkey = ValkeyServer()
-    with tempfile.TemporaryDirectory(prefix="kv") as home, running(S3, str(tmp_path)) as bucket:
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as home,
+        running(S3, str(tmp_path)) as bucket,
+        nullcontext() if are_forked else in_new_interpreters(),
+        launching({"python": [sys.executable]}) as folder,
+    ):
         ports = {port: str(free_port()) for port in ("8000", "9400", "9500")}
         ports |= {"6379": str(valkey.port), "9000": str(urlsplit(bucket["endpoint"]).port)}
         other = {"MODEL": spelling_llama, "4GiB": "64MiB", "1GiB": "16MiB", "kv-cache": bucket["bucket"]}
@@ -49,13 +58,14 @@ def test_every_page_finds_what_it_says(spelling_llama: str, tmp_path: Path) -> N
         }
         with (tmp_path / "said").open("w") as said, (tmp_path / "log").open("w") as log:
             shell = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", f"{VLLM.format(python=sys.executable)}\n{lines}"],
+                ["bash", "-euo", "pipefail", "-c", f"{VLLM.format(python=folder / 'python')}\n{lines}"],
                 cwd=home, env=environ, stdout=said, stderr=log, start_new_session=True,
             )  # fmt: skip
         try:
             shell.wait(WITHIN_S)
         finally:
-            os.killpg(shell.pid, signal.SIGKILL)  # the engine and the server, which still run
+            with suppress(ProcessLookupError):  # the last lines end all that the others start
+                os.killpg(shell.pid, signal.SIGKILL)
             valkey.remove()
     text = (tmp_path / "said").read_text()
     assert shell.returncode == 0, (text, (tmp_path / "log").read_text()[-4000:])

@@ -3,11 +3,13 @@
 vLLM lives in an environment beside SGLang's. A page of SGLang is a chunk, so vLLM's chunk_tokens says the same number.
 """
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ import pytest
 from ask_vllm import MARK
 from engines import NEW_TOKENS, PROMPTS, Answer, Engine, started
 from kv_server.process import launch
+from kv_testing.wait import line
 
 PAGE = 128
 """vLLM's block on a CPU."""
@@ -31,30 +34,34 @@ pytestmark = [
 ]
 
 
+@functools.cache
+def vllm() -> "subprocess.Popen[str]":
+    """The process that those which `run_vllm` asks are forked from. It ends with this one, which holds its input."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
+    # Without SGLang's stand-ins.
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if "standins" not in path]
+    return subprocess.Popen(
+        [str(VLLM), str(Path(__file__).with_name("ask_vllm.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
 def run_vllm(
     model: str, numbers: list[int], cache: dict[str, Any] | None, params: list[dict[str, Any]] | None = None
 ) -> tuple[list[tuple[int, ...]], list[int], str]:
     """The tokens of each answer, the hits of each prompt, and what vLLM logged. params: each's `kv_transfer_params`."""
-    asked = {"model": model, "prompts": [PROMPTS[number] for number in numbers], "new_tokens": NEW_TOKENS}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
-    # Without SGLang's stand-ins.
-    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if "standins" not in path]
-    ran = subprocess.run(
-        [
-            str(VLLM),
-            str(Path(__file__).with_name("ask_vllm.py")),
-            json.dumps(asked | {"cache": cache, "params": params}),
-        ],
-        capture_output=True,
-        text=True,
-        env=environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        timeout=300,
-        check=False,
-    )
-    found = [line for line in ran.stdout.splitlines() if MARK in line]
-    assert ran.returncode == 0 and found, ran.stdout[-4000:] + ran.stderr[-4000:]
+    prompts = [PROMPTS[number] for number in numbers]
+    asked = {"model": model, "prompts": prompts, "new_tokens": NEW_TOKENS, "cache": cache, "params": params}
+    with tempfile.NamedTemporaryFile("r") as file:
+        print(json.dumps(asked | {"log": file.name}), file=vllm().stdin, flush=True)
+        status = line(vllm().stdout, 300)
+        log = file.read()
+    found = [said for said in log.splitlines() if MARK in said]
+    assert status == "0\n" and found, log[-4000:]
     answers = json.loads(found[0].split(MARK, 1)[1])
-    log = ran.stdout + ran.stderr
     return [tuple(answer["tokens"]) for answer in answers], [answer["hits"] for answer in answers], log
 
 
