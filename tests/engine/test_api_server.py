@@ -65,7 +65,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
             return False
         return True
 
-    until(is_healthy, READY_S)
+    until(is_healthy, READY_S, rest_s=0.2)
 
 
 @pytest.fixture

@@ -63,10 +63,11 @@ def described(*arguments: str, **how: Any) -> dict[str, Any]:
 def test_all_that_a_new_interpreter_has(tmp_path: Path) -> None:
     lasting = os.environ | {"KV_SPOKEN": "ä", "LINES": "24", "COLUMNS": "80"}  # a terminal's library may add these
     for how in (
-        {"env": lasting, "cwd": tmp_path},
-        {"env": lasting, "start_new_session": True},
-        {"env": lasting | {"VLLM_LOGGING_LEVEL": "DEBUG"}},
-        {"env": lasting | {"PYTHONWARNINGS": "ignore"}},
+        {
+            "env": lasting | {"VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONWARNINGS": "ignore"},
+            "cwd": tmp_path,
+            "start_new_session": True,
+        },
         {"env": {name: value for name, value in lasting.items() if not name.startswith("VLLM_")}},
     ):
         found = described(**how)

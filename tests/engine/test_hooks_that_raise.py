@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 PACKAGES = f"{Path(str(kv_connect.__file__)).parents[3]}/"
 HOOKS = {name for name in vars(connector.KVTiersConnector) if name in vars(KVConnectorBase_V1) or "finished" in name}
 NOT_HOOKS = {"__init__", "shutdown", "build_kv_connector_stats", "build_prom_metrics"}
+PARTS = 5
 SHARED = [3 + (7 * i) % 40 for i in range(400)]
 WAYS: dict[str, dict[str, Any]] = {
     "behind": {"asynchronous": True, "prefix_caching": True},
@@ -145,11 +146,11 @@ def shares(tiny_llama: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_function_below_a_hook(tiny_llama: str, shares: dict[str, list[str]], way: str, part: int) -> None:
     assert len(shares[way]) > 100
-    for name in shares[way][part::3]:
+    for name in shares[way][part::PARTS]:
         served(tiny_llama, way, Profiler(name))
 
 

@@ -17,7 +17,7 @@ def disk(directory: Path, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save_decode", [False, True])
+@pytest.mark.parametrize("save_decode", [pytest.param(False, marks=pytest.mark.long), True])
 def test_guessed_tokens_are_not_kept_and_change_no_answer(
     save_decode: bool, tiny_llama: str, reference: list[Answer]
 ) -> None:

@@ -13,11 +13,11 @@ from kv_connect.engine import engines
 from models import BY_NAME
 
 REQUESTS, TOKENS, SHARED_TOKENS = 16, 1100, 800
-SHIFTS = (0, 31, 100, 128, 177, 255)
 
 
 @pytest.mark.slow
-def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
+@pytest.mark.parametrize("shifts", [(0, 100, 255), pytest.param((31, 128, 177), marks=pytest.mark.long)], ids=str)
+def test_a_shift_of_what_is_shared_costs_no_hits(shifts: tuple[int, ...], tmp_path: Any) -> None:
     model = BY_NAME["Qwen3-Next"]
     directory = str(model.write(tmp_path))
     cache = {"host": {"capacity_bytes": "512MiB"}}
@@ -25,7 +25,7 @@ def test_a_shift_of_what_is_shared_costs_no_hits(tmp_path: Any) -> None:
         (inner,) = engines().values()
         assert inner.facts is not None
         chunk_tokens, found = inner.facts.chunk_tokens, {}
-        for shift in SHIFTS:
+        for shift in shifts:
             shared = [3 + (7919 * i + shift) % 2000 for i in range(SHARED_TOKENS - shift)]
             hits = 0
             for number in range(REQUESTS):

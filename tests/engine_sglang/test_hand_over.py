@@ -152,7 +152,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
     server = pair.serve()
     try:
         with ended(pair.decode()), ended(first := pair.prefill()):
-            until(lambda: answers(pair.decode_port) and answers(pair.prefill_port), 300)
+            until(lambda: answers(pair.decode_port) and answers(pair.prefill_port), 300, rest_s=0.2)
             # In turn, and all at once; whole pages, partial ones, and a prompt that is shorter than a page.
             assert [pair.ask(prompt) for prompt in PROMPTS] == reference
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -171,7 +171,7 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 assert asked.result() == 500
             assert held < pair.cache().counts.chunks_resident < held + len(LONG) // PAGE
             with ended(second := pair.prefill()):
-                until(lambda: answers(pair.prefill_port), 300)
+                until(lambda: answers(pair.prefill_port), 300, rest_s=0.2)
                 until(lambda: pair.ask(PROMPTS[3]) == reference[3], 60)
                 computed = pair.ask(LONG)  # what the first had stored is held already
                 assert_nothing_is_leased(pair.socket)
@@ -218,7 +218,7 @@ def test_latents_that_two_ranks_read_are_held_until_both_have_them(tiny_deepseek
     server = pair.serve()
     try:
         with ended(pair.decode()), ended(pair.prefill()):
-            until(lambda: answers(pair.decode_port) and answers(pair.prefill_port), 300)
+            until(lambda: answers(pair.decode_port) and answers(pair.prefill_port), 300, rest_s=0.2)
             assert [pair.ask(prompt) for prompt in PROMPTS] == expected
             # The pages are the same for both ranks, so each is stored once.
             pages = {tuple(prompt[: at + PAGE]) for prompt in PROMPTS for at in range(0, len(prompt), PAGE)}

@@ -59,7 +59,7 @@ def test_the_pages_lines_for_sglangs_bootstrap_start_what_they_say(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
         )
         try:
-            until(lambda: shell.poll() is not None or is_ready(ports["30000"]), START_S)
+            until(lambda: shell.poll() is not None or is_ready(ports["30000"]), START_S, rest_s=0.2)
             assert shell.poll() is None, Path(log.name).read_text()[-4000:]
             said = [ask(ports["30000"], prompt) for prompt in PROMPTS]
             assert said == [list(answer.tokens) for answer in reference], Path(log.name).read_text()[-4000:]

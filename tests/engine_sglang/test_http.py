@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import requests
 from engines import PAGE, PROMPTS, SHARED
+from sglang.test import test_utils
 from sglang.test.hicache_spec_storage_common import HiCacheSpecStorageMixin
 from sglang.test.kl_multiturn_utils import test_input_output_logprobs_match_prefill_cache_hit_helper as match_logprobs
-from sglang.test.test_utils import CustomTestCase
+from sglang.utils import wait_for_http_ready
 
 ON_A_CPU = [
     "--device=cpu",
@@ -36,7 +37,16 @@ ON_A_CPU = [
 ]
 
 
-class Server(HiCacheSpecStorageMixin, CustomTestCase):  # type: ignore[misc]
+def _answers(process: subprocess.Popen[bytes], url: str, _api_key: str | None, within_s: float) -> tuple[bool, None]:
+    """In the place of SGLang's, which looks only every ten seconds."""
+    wait_for_http_ready(f"{url}/health_generate", int(within_s), process)
+    return True, None
+
+
+test_utils._wait_for_server_health = _answers
+
+
+class Server(HiCacheSpecStorageMixin, test_utils.CustomTestCase):  # type: ignore[misc]
     """SGLang's flow: ask, stop the server, start it again, ask again, and see where the second answer came from."""
 
     __test__ = False

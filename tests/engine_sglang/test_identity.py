@@ -1,7 +1,7 @@
 """Which weights a page was computed with is part of its name, on disk too (docs/weights.md)."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +46,22 @@ class World:
         assert (first.answered(1), first.hits(1)) == (self.old, WARM)
 
 
+@pytest.fixture(scope="module")
+def of_others(engines: Nursery, reference: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> World:
+    """With the other weights, and without a cache."""
+    others = Path(TinyLlama(seed=1).write(tmp_path_factory.mktemp("others")))
+    made = World(engines, others, {}, others, reference[:3], [])
+    made.new = made.run(cached=False).answered(0)
+    assert all(new != old for new, old in zip(made.new, made.old, strict=True))
+    return made
+
+
 @pytest.fixture
-def world(engines: Nursery, tiny_llama: str, reference: list[Answer], tmp_path: Path) -> World:
+def world(of_others: World, tiny_llama: str, tmp_path: Path) -> World:
     shutil.copytree(tiny_llama, tmp_path / "model")
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
-    others = Path(TinyLlama(seed=1).write(tmp_path / "others"))
-    made = World(engines, others, cache, others, reference[:3], [])
-    made.new = made.run(cached=False).answered(0)
-    made.directory = tmp_path / "model"
-    assert all(new != old for new, old in zip(made.new, made.old, strict=True))
-    return made
+    return replace(of_others, directory=tmp_path / "model", cache=cache)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ Those numbers are made of a hash, or of what a client says that it is (`mm_hashe
 common must not have KV in common.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,19 @@ class World:
         return ran
 
 
-@pytest.fixture
-def world(engines: Nursery, tmp_path: Path) -> World:
-    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
-    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
-    made = World(engines, str(BY_NAME["Qwen2-VL"].write(tmp_path / "model")), cache, [])
+@pytest.fixture(scope="module")
+def without_us(engines: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
+    made = World(engines, str(BY_NAME["Qwen2-VL"].write(tmp_path_factory.mktemp("model"))), {}, [])
     made.plain = made.run(about(*PICTURES), cached=False).answered(0)
     assert made.plain[0] != made.plain[1]
     return made
+
+
+@pytest.fixture
+def world(without_us: World, tmp_path: Path) -> World:
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    return replace(without_us, cache=cache)
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import IO, AnyStr
 
 
-def until(reached: Callable[[], object], within_s: float = 10.0) -> None:
+def until(reached: Callable[[], object], within_s: float = 10.0, rest_s: float = 0.002) -> None:
     """Ask until the answer is true.
+
+    rest_s: between two times, so that what is waited for can run; more where asking is work.
 
     Raises:
         AssertionError: it never was.
@@ -16,7 +18,7 @@ def until(reached: Callable[[], object], within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < end, f"it never came to that, within {within_s:g} s"
-        time.sleep(0.002)  # so that the thread that is waited for can run
+        time.sleep(rest_s)
 
 
 def line(stream: IO[AnyStr] | None, within_s: float = 60.0) -> AnyStr:
