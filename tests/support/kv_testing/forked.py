@@ -163,8 +163,8 @@ class _Nursery:
 
 def overlook_what_is_there() -> None:
     """From now on garbage is looked for in what is made later. vLLM has it collected some ten times as an engine starts
-    and ends, each time among all that has been imported: 2 s an engine. What vLLM does for the same reason, and undoes
-    as the engine ends, is left out."""
+    and ends, each time among all that has been imported: 2 s an engine; SGLang each time that its caches are emptied.
+    What engines do for the same reason, and undo as they end, is left out."""
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
