@@ -121,7 +121,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
 @pytest.mark.parametrize(
     ("kind", "requests"),
     [
-        ("canonical", 250),
+        ("canonical", 150),
         pytest.param("canonical", 800, marks=pytest.mark.long),
         pytest.param("blocks", 600, marks=pytest.mark.long),
         ("int8", 200),

@@ -29,8 +29,8 @@ from kv_testing.cache_servers import assert_nothing_is_leased
 from kv_testing.servers import free_port
 from kv_testing.wait import until
 
-LONG = [7 + (4211 * i) % 2000 for i in range(3000)]
-LATER = [8 + (4211 * i) % 2000 for i in range(1500)]
+LONG = [7 + (4211 * i) % 2000 for i in range(1500)]
+LATER = [8 + (4211 * i) % 2000 for i in range(1000)]
 """Prompts of many steps: `--chunked-prefill-size` below."""
 FLAGS = [
     *("--device=cpu", "--attention-backend=torch_native", "--sampling-backend=pytorch", "--dtype=float32"),
