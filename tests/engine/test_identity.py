@@ -6,6 +6,7 @@ under a wrong name, the next would find.
 
 import shutil
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,14 @@ from engines import PROMPTS, Answer, Engine, started
 from kv_tiers import HostPool
 from kv_vllm import connector
 from kv_vllm.weights import declared_calls, sum_of_weights
+from models import BY_NAME
 from oracle import Oracle
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 NAME = "kv-test-identity"
 NAMED: dict[str, Any] = {"host": {"capacity_bytes": "64MiB", "name": NAME}}
@@ -432,6 +437,50 @@ def test_an_engine_that_starts_after_it_finds_nothing_of_all_that(model: Path, o
     with started(str(model), cache=NAMED) as engine:
         assert engine.ask_in_turn(ASKED[:1]) == of_model[:1]
         assert engine.hits == [0]
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> str:
+    """A model of which vLLM deals four layers with a window out to two groups."""
+    config = AutoConfig.from_pretrained(BY_NAME["Gemma 3"].write(tmp_path / "of four layers"))
+    config.num_hidden_layers, config.layer_types = 6, ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def dealt_in_runs(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:
+    """As vLLM did before it dealt layers out in turn."""
+    for _, same in groupby(groups, key=lambda group: repr(group.kv_cache_spec)):
+        alike = list(same)
+        names = iter(sorted(name for group in alike for name in group.layer_names))
+        for group in alike:
+            group.layer_names = [next(names) for _ in group.layer_names]
+    return groups
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_layers_that_are_dealt_out_another_way_are_other_chunks(
+    hybrid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """is_named: or, as the control, the key space does not say which layers a group holds."""
+    if not is_named:
+        monkeypatch.setattr(connector, "tags_of_groups", lambda kv_cache_config: ())
+    prompt = [PROMPTS[0] * 2]
+    with started(hybrid, cache=None) as engine:
+        expected = engine.ask(prompt)
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier], "cold": {"wait_s": 20}}
+    with started(hybrid, cache=cache) as engine:
+        assert engine.ask(prompt) == expected
+        assert engine.ask(prompt) == expected
+        (found,) = engine.hits
+        assert found > 0
+    deal = kv_cache_utils._get_kv_cache_groups_uniform_page_size
+    monkeypatch.setattr(kv_cache_utils, deal.__name__, lambda spec: dealt_in_runs(deal(spec)))
+    with started(hybrid, cache=cache) as engine:
+        assert (engine.ask(prompt) == expected) == is_named
+        assert engine.hits == [0 if is_named else found]
 
 
 @pytest.mark.slow

@@ -334,12 +334,13 @@ class Engine(OffSwitch):
         before: Origins | None = None,
         shares_blocks: bool = False,
         step_tokens: int = 0,
+        tags: tuple[tuple[str, str], ...] = (),
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
         served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates the observer of
             its weights. before: the origins of its weights before they were loaded; None: not known. shares_blocks: as
-            `SchedulerHalf` has it. step_tokens: as `EngineCosts` has it.
+            `SchedulerHalf` has it. step_tokens: as `EngineCosts` has it. tags: further ones of the key space.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(
@@ -348,6 +349,7 @@ class Engine(OffSwitch):
             format_fingerprint=self._fingerprint,
             world=self.facts.shards,
             chain=self._shape.scheme.name,
+            tags=tags,
         )
         self.weights = watch(space)
         settings, handover = self._settings, self._settings.handover

@@ -54,7 +54,7 @@ from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layerwise import LayerHooks, LayerwisePromised, LayerwiseRank, LayerwiseStep, RankAnswer
 from kv_vllm.parallel import NodeMail, check_parallelism, draft_model
 from kv_vllm.plugin import join_vllm_log
-from kv_vllm.served import served_model
+from kv_vllm.served import served_model, tags_of_groups
 from kv_vllm.stats import OF_WORKER, OFF, CounterDeltas, HitSources, PromMetrics, SchedulerFigures, Stats
 from kv_vllm.translate import Sessions, StepReader, has_ended_turn, request_reader, turns_of
 from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
@@ -452,6 +452,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     before=before_loading(self._vllm_config),
                     shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                     step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+                    tags=tags_of_groups(self._kv_cache_config),
                 )
                 assert self._engine.cache is not None
                 self._turns = turns_of(self._vllm_config.model_config)

@@ -7,6 +7,7 @@ must not share chunks, above all through a disk, and neither a chunk's size nor 
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -62,6 +63,15 @@ _FROM_THE_MODEL: Final = frozenset(
 )
 """The formats whose weights are the model's own files. Those of another format (tensorizer's, a cache's, a plugin's)
 come from anywhere, so nothing here identifies them."""
+
+
+def tags_of_groups(kv_cache_config: Any) -> tuple[tuple[str, str], ...]:
+    """For the key space, which layers each group holds, if there are several groups. vLLM deals them out, and may do it
+    another way in another release; neither a chunk's size nor its bytes would reveal that."""
+    names = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+    if len(names) < 2:
+        return ()
+    return (("groups", hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]),)
 
 
 def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
