@@ -12,6 +12,7 @@ from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 from kv_vllm.layouts import keeps_prompts_only, read_groups
+from kv_vllm.served import tags_of_groups
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -198,3 +199,14 @@ def test_all_layers_of_a_block_side_by_side(config: VllmConfig) -> None:
         across.add(name, memory=blocks[:, number])
     bound = across.bind(KVCacheGroupSpec(["a", "b", "c"], FULL))
     assert described(bound) == [("all", 0, 3)]
+
+
+def test_only_one_group_with_all_layers_in_their_order_is_not_part_of_the_key() -> None:
+    def tags(*groups: list[str]) -> tuple[tuple[str, str], ...]:
+        specs = [KVCacheGroupSpec(names, FULL) for names in groups]
+        return tags_of_groups(KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=specs))
+
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(12)]
+    assert tags() == tags(layers) == ()
+    dealt = [(layers[::-1],), (sorted(layers),), (layers[::2], layers[1::2]), (layers[:6], layers[6:])]
+    assert len({tags(*groups) for groups in dealt} - {()}) == len(dealt)

@@ -8,6 +8,7 @@ must not share chunks, above all through a disk, and neither a chunk's size nor 
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -66,12 +67,16 @@ come from anywhere, so nothing here identifies them."""
 
 
 def tags_of_groups(kv_cache_config: Any) -> tuple[tuple[str, str], ...]:
-    """For the key space, which layers each group holds, if there are several groups. vLLM deals them out, and may do it
-    another way in another release; neither a chunk's size nor its bytes would reveal that."""
+    """For the key space, which layers each group holds, unless there is one with all in their order. vLLM deals them
+    out, and may do it another way in another release; neither a chunk's size nor its bytes would reveal that."""
     names = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-    if len(names) < 2:
+    if len(names) < 2 and all(one == sorted(one, key=_numbers_in) for one in names):
         return ()
     return (("groups", hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32]),)
+
+
+def _numbers_in(name: str) -> list[int]:
+    return list(map(int, re.findall("[0-9]+", name)))
 
 
 def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
