@@ -100,8 +100,11 @@ class _Nursery:
         self.is_open = True
 
     def fork_exec(self, command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
-        """As Python's own, and by that for what is not ours to fork."""
-        if self.is_open and os.getpid() == self._owner:
+        """As Python's own, and by that for what is not ours to fork. The nursery is started by the main thread: what is
+        forked from it is a child of whichever thread started it, and a server that is to end with its parent would end
+        with that thread."""
+        may_start = self._control is not None or threading.current_thread() is threading.main_thread()
+        if self.is_open and os.getpid() == self._owner and may_start:
             found = self._asked(command, programs, *rest)
             if found is not None:
                 with self._lock:
