@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from kv_core.keys import ChunkKey
 from kv_server import wire
 from kv_server.connection import ask_server
 from kv_server.process import ServerProcess, launch
+from kv_testing.servers import free_port
 from kv_testing.wait import until
 from models import BY_NAME
 from second_node import two_nodes
@@ -23,12 +23,6 @@ CHUNK_BYTES = 256 << 10
 """One shard of the tiny model's."""
 CHUNKS = 6
 """That the prompts have; a node has one shard of each."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def serve(directory: Path, node: int) -> ServerProcess:

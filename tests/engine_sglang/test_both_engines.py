@@ -6,7 +6,6 @@ vLLM lives in an environment beside SGLang's. A page of SGLang is a chunk, so vL
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 from ask_vllm import MARK
 from engines import NEW_TOKENS, PROMPTS, Answer, Engine, started
 from kv_server.process import launch
+from kv_testing.servers import free_port
 from kv_testing.wait import line
 
 PAGE = 128
@@ -128,8 +128,7 @@ def test_each_finds_at_another_hosts_server_what_the_other_computed(
     tiny_llama: str, reference: list[Answer], of_vllm: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     """Each engine has a server of its own, and the other's as its peer."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [free.getsockname()[1] for free in (one, other)]
+    ports = [free_port(), free_port()]
     with ExitStack() as ending:
         caches = []
         for name, mine, theirs in (("sglang", *ports), ("vllm", *ports[::-1])):

@@ -6,7 +6,6 @@ other engine is asked for all; vLLM is told what a proxy tells it.
 """
 
 import os
-import socket
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ from kv_server import process
 from kv_server.process import ServerProcess
 from kv_testing.cache_servers import assert_nothing_is_leased, held, join_at, report_of, store
 from kv_testing.peers import PATIENT
+from kv_testing.servers import free_port
 from kv_testing.wait import until
 from test_both_engines import PAGE, VLLM, of, run_vllm
 
@@ -60,11 +60,6 @@ def staged_by(server: ServerProcess) -> int:
     """How many chunks have been put where others read them by NIXL."""
     peers = report_of(server.socket).peers
     return peers.staged if peers is not None else 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class Hosts:

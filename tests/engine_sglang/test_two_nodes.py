@@ -4,7 +4,6 @@ what all of them have."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_server.process import ServerProcess, launch
+from kv_testing.servers import free_port
 from kv_testing.wait import until
 
 ENVIRON = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -26,10 +26,8 @@ def serve(directory: Path, node: int) -> ServerProcess:
 
 @contextmanager
 def two_nodes(model: str, servers: list[ServerProcess]) -> Iterator[Engine]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    shared: dict[str, Any] = {"tp_size": 2, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{port}", "environ": ENVIRON}
+    address = f"127.0.0.1:{free_port()}"
+    shared: dict[str, Any] = {"tp_size": 2, "nnodes": 2, "dist_init_addr": address, "environ": ENVIRON}
     here, there = ({"server": {"socket": str(server.socket), "answer_s": 20}} for server in servers)
     given = json.dumps({"model": model, "cache": there, **shared})
     script = str(Path(__file__).with_name("second_node.py"))

@@ -28,7 +28,7 @@ from kv_testing.cache_servers import (
     settings_for,
     store,
 )
-from kv_testing.servers import reserved_port
+from kv_testing.servers import free_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import ENDS_SLOWLY, KILLED, Callers, Loads, UpgradedServers, end
 from kv_testing.wait import joined, line, until
@@ -235,7 +235,7 @@ def test_ports_follow_the_settings_of_the_new_server(home: Path) -> None:
 
 @pytest.mark.parametrize("section", ["http", pytest.param("peers", marks=pytest.mark.slow)])
 def test_nothing_is_taken_over_if_another_has_the_port(home: Path, section: str) -> None:
-    servers = with_ports(home, http=reserved_port(), peers=reserved_port())
+    servers = with_ports(home, http=free_port(), peers=free_port())
     was, settings = servers.ports(), json.loads(servers.config.read_text())
     with socket.create_server(("127.0.0.1", 0)) as another:
         settings[section]["listen"] = f"127.0.0.1:{another.getsockname()[1]}"

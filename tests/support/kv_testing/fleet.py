@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from kv_server import ServerProcess, launch
 
 from kv_testing.cache_servers import join_at, read, settings_for, store
 from kv_testing.redis_servers import running
+from kv_testing.servers import free_port
 from kv_testing.wait import joined, until
 
 TOKEN = "a-token-for-these-tests"  # opens nothing
@@ -33,23 +33,11 @@ def prompt(name: str, chunks: int, tenant: str = "acme") -> list[ChunkKey]:
     return list(KeySpace("m", "", "", "", 1, "c").keys(digests, tenant=tenant_tag(f"salt of {tenant}")))
 
 
-def free_port() -> int:
-    """Of all hosts."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server((HOSTS[0], 0)))
-            port: int = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                for host in HOSTS[1:]:
-                    stack.enter_context(socket.create_server((host, port)))
-                return port
-
-
 class FourServers:
     """The servers and a client of each; `run` runs `kv cluster` with the settings of the first."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.port, self.peers_port = home, free_port(), free_port()
+        self.home, self.port, self.peers_port = home, free_port(*HOSTS), free_port(*HOSTS)
         self.token_file = home / "token"
         self.token_file.touch(0o600)
         self.token_file.write_text(TOKEN)

@@ -1,13 +1,13 @@
 """Real servers for tests: installed from a package, started, stopped, restarted, and put behind a faulty connection."""
 
-import random
+import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from kv_testing.wait import until
@@ -158,17 +158,14 @@ class Answering:
         self._listener.close()
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def reserved_port() -> int:
-    """A free port that the system gives to nobody who does not name it, while it is free for a moment."""
+def free_port(*hosts: str) -> int:
+    """Free at each of these (none: at 127.0.0.1), and one that the system, which gives ports from 32,768 on, gives to
+    nobody who does not name it: a server may take long until it listens there."""
     while True:
-        port = random.randrange(20_000, 30_000)
-        with suppress(OSError), closing(socket.create_server(("127.0.0.1", port))):
+        port = 20_000 + secrets.randbelow(10_000)
+        with suppress(OSError), ExitStack() as listeners:
+            for host in hosts or ("127.0.0.1",):
+                listeners.enter_context(socket.create_server((host, port)))
             return port
 
 
