@@ -45,7 +45,7 @@ else
 	env $(DEMO_PYTHON) --model "$$model" $(if $(MODEL),,--dtype float32) $(ABOUT) $(if $(filter both,$(ENGINE)),--then "$(SGLANG_DEMO)")
 endif
 
-test: ## everything but `test-slow`: some 10 minutes on two cores
+test: ## everything but `test-slow`: some 14 minutes on two cores
 	@scripts/setup.sh workspace
 	@$(MAKE) --no-print-directory -j 3 lint environments collected
 	@for suite in packages engine sglang; do $(MAKE) --no-print-directory test-$$suite || exit; done
